@@ -60,7 +60,7 @@ class Server:
     """A server process, starting.  options: more of the command line; log: whether its boot log is shown."""
 
     def __init__(self, args: Namespace, layers: Sequence[int], options: Sequence[str] = (), log: bool = True) -> None:
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--checkpoint", str(args.checkpoint)]
+        command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--checkpoint", str(args.checkpoint)]
         command += ["--listen", "127.0.0.1:0", "--layers", ",".join(map(str, layers)), "--device", args.device]
         self._log = log
         self._process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)

@@ -19,10 +19,10 @@ import errors_page
 import metrics_page
 import proto_page
 import rooms
+from expertd_kernels.common.problem import NAMED_DEVICES
 from expertd_kernels.oracle import survey
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.oracle.table import BACKENDS, ORDER
-from expertd_kernels.problem import NAMED_DEVICES
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 

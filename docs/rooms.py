@@ -2,16 +2,15 @@
 
     python docs/rooms.py [FILE]        write the picture there (`make docs` writes docs/rooms.svg)
 
-A room is a folder of a package; modules that lie in no folder form the rooms that GATHERED names, and each other one is
-a room of its own.  An arrow says how many imports lead from one room to another.  Rooms stand on floors, so arrows
-point down; where rooms import each other in a circle, the arrows that close it with the fewest imports are red.  What a
-room imports of other packages is written in its box.
+A room is a folder of a package, or a module that lies in no folder.  An arrow says how many imports lead from one room
+to another.  Rooms stand on floors, so arrows point down; where rooms import each other in a circle, the arrows that
+close it with the fewest imports are red.  What a room imports of other packages is written in its box.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -21,39 +20,11 @@ import grimp
 
 from layers import Layers, layered
 
-__all__ = ["GATHERED", "Rooms", "draw", "main", "read"]
+__all__ = ["Rooms", "draw", "main", "read"]
 
 ROWS = (("expertctl", "expertd_server"), ("expertd_client", "expertd_kernels"), ("expertd",))
 """Of panels, from above, each from left to right."""
 PACKAGES = tuple(package for row in ROWS for package in row)
-GATHERED: Mapping[str, Mapping[str, Sequence[str]]] = {
-    "expertd": {
-        "words": (
-            "__init__",
-            "begun",
-            "bounds",
-            "command_line",
-            "cxx",
-            "dtypes",
-            "errors",
-            "grouped",
-            "hostmem",
-            "placement",
-            "ranges",
-            "tables",
-            "trace_context",
-        )
-    },
-    "expertd_kernels": {
-        "words": ("atomic_file", "problem", "protocol", "refused", "sizes"),
-        "front": ("__init__", "builder", "grouped"),
-    },
-    "expertd_server": {"commands": ("__init__", "cli", "commands")},
-    "expertctl": {"commands": ("__init__", "cli", "commands")},
-    "expertd_client": {"front": ("__init__",)},
-}
-"""Modules that lie in no folder, by the room that they belong to."""
-
 Edge = tuple[str, str]
 
 BOX_W, BOX_H, GAP_Y, PAD, HEAD = 140, 58, 74, 26, 34
@@ -82,13 +53,10 @@ class Rooms:
         return found
 
 
-def _room(module: str, packages: Iterable[str]) -> Edge:
+def _room(module: str) -> Edge:
     """(package, room) of a module."""
     package, _, rest = module.partition(".")
     first = rest.partition(".")[0] or "__init__"
-    for room, members in GATHERED.get(package, {}).items():
-        if first in members:
-            return package, room
     return package, first
 
 
@@ -99,10 +67,10 @@ def read(packages: Sequence[str] = PACKAGES) -> Rooms:
     inside: dict[str, dict[Edge, int]] = {p: {} for p in packages}
     across: dict[tuple[str, str, str], int] = {}
     for module in sorted(graph.modules):
-        package, room = _room(module, packages)
+        package, room = _room(module)
         rooms[package][room] = rooms[package].get(room, 0) + 1
         for target in graph.find_modules_directly_imported_by(module):
-            other, there = _room(target, packages)
+            other, there = _room(target)
             if other != package:
                 across[package, room, other] = across.get((package, room, other), 0) + 1
             elif there != room:

@@ -80,8 +80,8 @@ def leave(p: subprocess.Popen[str]) -> None:
     assert p.wait(60) == 0
 
 
-def closed(door: Path) -> bool:
-    with door.open("a+") as f:
+def closed(listener: Path) -> bool:
+    with listener.open("a+") as f:
         try:
             fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -89,7 +89,7 @@ def dequantize_into(model: torch.nn.Module, folder: Path) -> None:
 
 
 def expertd(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "expertd_server.cli", *arguments]
+    return [sys.executable, "-m", "expertd_server.commands.cli", *arguments]
 
 
 @contextlib.contextmanager

@@ -41,4 +41,4 @@ if __name__ == "__main__":
     if not (folder / "config.json").exists():
         make(folder)
     serve = ["serve", "--checkpoint", str(folder), "--compute-dtype", "float32", "--device", "cpu", "--threads", "1"]
-    os.execv(sys.executable, [sys.executable, "-m", "expertd_server.cli", *serve, *options])
+    os.execv(sys.executable, [sys.executable, "-m", "expertd_server.commands.cli", *serve, *options])

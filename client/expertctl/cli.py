@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
 import expertd
-from expertd.command_line import Parser
+from expertd.common.command_line import Parser
+from expertd.common.hostmem import tune_allocator
 from expertd.errors import ExpertdError, PlacementError
-from expertd.hostmem import tune_allocator
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 

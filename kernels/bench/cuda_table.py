@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from expertd_kernels.bench.cuda import Row
+from expertd_kernels.bench.cuda import CudaMeasurement
 from expertd_kernels.bench.points import read_points
 
 __all__ = ["WEIGHT_ONLY", "Peer", "best_peer", "main", "markdown", "read_peers", "summary"]
@@ -29,7 +29,7 @@ WEIGHT_ONLY = 1e-2
 ROUNDED = 6e-2
 """The same for activations rounded to e4m3 in groups; 4-bit weights on e4m3 activations are above it."""
 
-_POINT = frozenset(f.name for f in fields(Row))
+_POINT = frozenset(f.name for f in fields(CudaMeasurement))
 Record = Mapping[str, Any]
 Layer = tuple[str, str, str, str]
 

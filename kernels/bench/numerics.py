@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.bench.workers import NoResult, run_tasks
-from expertd_kernels.builder import build
+from expertd_kernels.common.problem import Device
+from expertd_kernels.common.protocol import Experts
 from expertd_kernels.oracle.decision import decide
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device
-from expertd_kernels.protocol import Experts
+from expertd_kernels.packed.builder import build
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from expertd_kernels.bench.rows import picked
+from expertd_kernels.bench.measurements import picked
+from expertd_kernels.common.problem import Device, Package, Problem
 from expertd_kernels.oracle.decision import Backend, decide
 from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import QuantTensor, Weights

@@ -29,8 +29,8 @@ import cpu_table
 from expertd_kernels.backends import cpu_torch
 from expertd_kernels.bench import __main__ as bench
 from expertd_kernels.bench.prepared import Prepared
-from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import apply_activation

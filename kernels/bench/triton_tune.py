@@ -27,11 +27,11 @@ from expertd_kernels.backends import triton as backend
 from expertd_kernels.backends.portable.experts import TritonExperts
 from expertd_kernels.backends.portable.layout import FLOAT, Layout, layout_of
 from expertd_kernels.backends.portable.matrix import Matrix
-from expertd_kernels.backends.portable.tiling import Plan, Tile, stage_bytes
+from expertd_kernels.backends.portable.tiling import Tile, TilingPlan, stage_bytes
 from expertd_kernels.backends.triton_launch import OPTIONS
 from expertd_kernels.bench.cuda import ceilings, graph_times, input_sets, machine, shape_of
-from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.canonical import CODE_DTYPE
 from expertd_kernels.weights.float32 import reference
@@ -52,7 +52,7 @@ class Job:
     scheme: str
     tokens: int
     gemm: int
-    plan: Plan
+    plan: TilingPlan
 
 
 def _tiles(tile: Tile, lay: Layout, segments: int) -> Iterator[Tile]:
@@ -81,7 +81,7 @@ def block_rows(bm: int) -> tuple[int, ...]:
     return (bm, bm // 2, bm * 2) if 16 <= bm <= 64 else (bm, 16) if bm == 8 else (bm, bm // 2)
 
 
-def candidates(experts: TritonExperts, gemm: int, base: Plan) -> list[Plan]:
+def candidates(experts: TritonExperts, gemm: int, base: TilingPlan) -> list[TilingPlan]:
     """Plans that differ from `base` in one GEMM's tile."""
     m = experts.w13 if gemm == 1 else experts.w2
     out = []
@@ -176,7 +176,7 @@ class Layer:
         self.expert_bytes = self.weights.nbytes / s.num_experts
         self.inputs: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
 
-    def time(self, tokens: int, plan: Plan, budget_ms: float) -> tuple[float, float]:
+    def time(self, tokens: int, plan: TilingPlan, budget_ms: float) -> tuple[float, float]:
         """(median microseconds, relative error) of the whole layer; (nan, error) where it is wrong."""
         if tokens not in self.inputs:
             self.inputs = {tokens: input_sets(self.shape, tokens, self.expert_bytes, "uniform")}
@@ -211,7 +211,7 @@ def tune(layer: Layer, tokens: int, out: Any, budget_ms: float, deadline: float)
     e, k = layer.experts, layer.shape.top_k
     e._planner = None
     start = e.plan(tokens, k)
-    best: dict[str, tuple[float, Plan]] = {}
+    best: dict[str, tuple[float, TilingPlan]] = {}
     first, _ = layer.time(tokens, start, budget_ms)
     for bm in block_rows(start.rows):
         here, us = replace(start, rows=bm), float("inf")

@@ -12,17 +12,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from expertd_kernels.common.problem import NAMED_DEVICES, Device, Package, Problem
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError, Verdict, decide
-from expertd_kernels.problem import NAMED_DEVICES, Device, Package, Problem
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 
 if TYPE_CHECKING:
-    from expertd_kernels.builder import build, problem_of
-    from expertd_kernels.grouped import batched_routes, grouped_routes
+    from expertd_kernels.common.grouped import batched_routes, grouped_routes
+    from expertd_kernels.common.protocol import Experts, Packed
     from expertd_kernels.oracle.probe import detect_device
-    from expertd_kernels.protocol import Experts, Packed
+    from expertd_kernels.packed.builder import build, problem_of
     from expertd_kernels.weights.canonical import QuantTensor, Weights
     from expertd_kernels.weights.float32 import reference
     from expertd_kernels.weights.numerics import relative_error, tolerance
@@ -59,15 +59,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Experts": "protocol",
-    "Packed": "protocol",
+    "Experts": "common.protocol",
+    "Packed": "common.protocol",
     "QuantTensor": "weights.canonical",
     "Weights": "weights.canonical",
-    "batched_routes": "grouped",
-    "build": "builder",
+    "batched_routes": "common.grouped",
+    "build": "packed.builder",
     "detect_device": "oracle.probe",
-    "grouped_routes": "grouped",
-    "problem_of": "builder",
+    "grouped_routes": "common.grouped",
+    "problem_of": "packed.builder",
     "reference": "weights.float32",
     "relative_error": "weights.numerics",
     "tolerance": "weights.numerics",

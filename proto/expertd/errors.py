@@ -217,7 +217,7 @@ class InvalidRequestError(ExpertdError, ValueError):
 
 class MalformedMessageError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="MALFORMED_MESSAGE"):
     """The bytes are no protobuf message of this type, a part that must be there is absent, or one is longer than
-    expertd.bounds allows."""
+    expertd.common.bounds allows."""
 
 
 class BadDtypeError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="BAD_DTYPE"):

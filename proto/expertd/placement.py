@@ -21,8 +21,8 @@ from typing import TypeVar
 
 from google.protobuf import json_format
 
+from expertd.common.ranges import format_ranges, merged, parse_ranges
 from expertd.errors import PlacementError
-from expertd.ranges import format_ranges, merged, parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import placement_pb2
 

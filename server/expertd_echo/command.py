@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from expertd.hostmem import tune_allocator
+    from expertd.common.hostmem import tune_allocator
     from expertd_echo.server import serving
     from expertd_server.boot.assignment import BootError
     from expertd_server.commands.serve import as_server

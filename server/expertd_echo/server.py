@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 import expertd
-from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
+from expertd.common.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_kernels.protocol import Direct
+from expertd_kernels.common.protocol import Direct
 from expertd_server.config.values import Address
 from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.convert import output_dtypes
 from expertd_server.engine.core import copying
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
+from expertd_server.engine.tcp_connections import TcpBounds
 from expertd_server.service.service import Service
-from expertd_server.transports.grpc_server import GrpcTransport
+from expertd_server.transports.grpc.server import GrpcTransport
 from expertd_server.transports.listening import listening
 from expertd_server.transports.security import Security
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.transports.shm import ShmListener
+from expertd_server.transports.tcp import TcpListener
 from expertd_server.views.metrics import Metrics
 
 __all__ = ["Echo", "serving"]
@@ -68,17 +68,17 @@ def serving(
     engine.hold([layer])
     limits = Limits(max_tokens, max_tokens * (_WIDEST * hidden_size + 12 * _TOP_K) + (64 << 10), 1024)
     service = Service(engine, metrics, limits)
-    door = ShmDoor(engine, arena_bytes=_IN_FLIGHT * limits.max_message_bytes)
-    service.doors["shm"] = "the server does not listen on loopback"
+    listener = ShmListener(engine, arena_bytes=_IN_FLIGHT * limits.max_message_bytes)
+    service.offered["shm"] = "the server does not listen on loopback"
     if listen.loopback:
         try:
-            door.start()
-            service.doors["shm"] = door
+            listener.start()
+            service.offered["shm"] = listener
         except OSError as e:
-            service.doors["shm"] = str(e)
-    tcp = TcpDoor(engine, Address(listen.host or "127.0.0.1", 0), PeerBounds(limits.max_message_bytes))
+            service.offered["shm"] = str(e)
+    tcp = TcpListener(engine, Address(listen.host or "127.0.0.1", 0), TcpBounds(limits.max_message_bytes))
     tcp.start()
-    service.doors["tcp"] = tcp
+    service.offered["tcp"] = tcp
     transport = GrpcTransport(service, listen, *([] if security is None else [security]))
     with listening("--listen", listen):
         address = transport.start()
@@ -91,7 +91,7 @@ def serving(
         service.drain()
         transport.drain(time.monotonic() + _GRACE_S)
         transport.close()
-        door.close()
+        listener.close()
         tcp.close()
         engine.stop(1.0)
         service.close()

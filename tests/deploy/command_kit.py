@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from expertctl import cli as client_cli
-from expertd_server import cli as server_cli
+from expertd_server.commands import cli as server_cli
 from expertd_server.config.resolve import resolve
 from expertd_server.config.serve import ServeConfig
 

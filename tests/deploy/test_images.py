@@ -130,7 +130,10 @@ def test_two_halves_and_their_client(compose, monkeypatch):
             del own["EXPERTD_CACHE"]
             env = {**os.environ, **own, "EXPERTD_LISTEN": "127.0.0.1:0", "EXPERTD_THREADS": "1"}
             process = subprocess.Popen(
-                [sys.executable, "-m", "expertd_server.cli", "serve"], env=env, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-m", "expertd_server.commands.cli", "serve"],
+                env=env,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             started.append(process)
         for name, process in zip(servers, started, strict=True):

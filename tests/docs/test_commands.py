@@ -19,7 +19,7 @@ from documents import ROOT, Command
 
 import expertd_client
 from expertctl import cli as expertctl
-from expertd_server import cli as expertd
+from expertd_server.commands import cli as expertd
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from expertctl import cli as expertctl
 from expertctl.bench.faults.processes import ServerProcess
 from expertctl.common import brief
-from expertd_server import cli as expertd
+from expertd_server.commands import cli as expertd
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 CHECKPOINT = str(FIXTURES / "gptq-w4-g128-sym-descact-false-qwen3moe1l")
@@ -48,7 +48,7 @@ ELSEWHERE = {
 PARTS = ("codec", "path", "cluster", "replicas", "faults", "moves", "unequal", "overload")
 EXPERTD = {"explain": MODEL, "verify": ["--checkpoint", CHECKPOINT]}
 UNTIL_STOPPED = [
-    ("expertd_server.cli", ["serve", *MODEL, *HERE], r"serving on \S+"),
+    ("expertd_server.commands.cli", ["serve", *MODEL, *HERE], r"serving on \S+"),
     ("expertd_echo", HERE, r"serving on \S+"),
 ]
 
@@ -73,7 +73,7 @@ def parts_of_bench():
 
 
 def test_no_command_is_left_out():
-    stays = {command[0] for module, command, _ in UNTIL_STOPPED if module == "expertd_server.cli"}
+    stays = {command[0] for module, command, _ in UNTIL_STOPPED if module == "expertd_server.commands.cli"}
     assert set(expertctl.COMMANDS) == {*EXPERTCTL, *ELSEWHERE}
     assert set(expertd.COMMANDS) == {*EXPERTD, *stays, "quantize"}, "quantize: tests of the writers"
     assert parts_of_bench() == set(PARTS)

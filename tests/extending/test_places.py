@@ -239,7 +239,7 @@ RPC_HANDLER = '''\
 RPC_CLIENT = '''\
     def greet(self, text: str, *, timeout_s: float = 10.0) -> str:
         """A toy."""
-        answer: _Promise[pb.GreetResponse] = _Promise()
+        answer: _Reply[pb.GreetResponse] = _Reply()
         self._transport.unary("Greet", pb.GreetRequest(text=text), pb.GreetResponse, timeout_s, False, answer)
         return answer.result().text
 
@@ -247,7 +247,7 @@ RPC_CLIENT = '''\
 RPC_ASYNC = '''\
     async def greet(self, text: str, *, timeout_s: float = 10.0) -> str:
         """A toy."""
-        answer: _Promise[pb.GreetResponse] = _Promise()
+        answer: _Reply[pb.GreetResponse] = _Reply()
         transport, request = self._open()[0], pb.GreetRequest(text=text)
         transport.unary("Greet", request, pb.GreetResponse, timeout_s, False, answer)
         return (await answer.future).text
@@ -279,10 +279,10 @@ def test_an_rpc(tree):
     proto = "proto/expertd/v1/expert_service.proto"
     tree.insert(proto, "}\n\n// Element types by their OCP", RPC)
     tree.insert(proto, "// Element types by their OCP", RPC_MESSAGES)
-    bounds = "proto/expertd/bounds.py"
+    bounds = "proto/expertd/common/bounds.py"
     tree.insert(bounds, "    pb.DescribeRequest: 256,\n", "    pb.GreetRequest: 256,\n")
     tree.insert(bounds, '    "Timing.backend": 256,\n', '    "GreetRequest.text": 200,\n')
-    service = "server/expertd_server/transports/grpc_service.py"
+    service = "server/expertd_server/transports/grpc/service.py"
     tree.insert(
         service,
         '                "Describe": grpc.unary_unary',

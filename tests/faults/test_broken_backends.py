@@ -12,17 +12,17 @@ import torch
 
 from expertd_kernels import Device, reference, relative_error
 from expertd_kernels.backends import reference as sound
-from expertd_kernels.measure import tournament
+from expertd_kernels.common.refused import Refused
+from expertd_kernels.measure import autotuning as tournament
 from expertd_kernels.oracle import table
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
+from expertd_server.boot import autotuning as measuring
 from expertd_server.boot import layers as server_boot
-from expertd_server.boot import measuring
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
+from expertd_server.boot.autotuning import Autotuning
 from expertd_server.boot.layers import boot_layers
-from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.prepare import Workshop
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 from expertd_server.config.serve import ServeConfig
 from expertd_server.views.describe import describe_layer
 
@@ -88,7 +88,7 @@ def fragile(monkeypatch, tmp_path):
 def boot(config: ServeConfig):
     source, device = open_source(config), torch.device("cpu")
     plans = assign_layers(config, source, CPU, {})
-    oracle = Tournaments.of(config, device, plans)
+    oracle = Autotuning.of(config, device, plans)
     return source, boot_layers(plans, Workshop(source, device), oracle=oracle)
 
 
@@ -212,7 +212,7 @@ def test_where_nothing_is_left_the_boot_stops_with_the_whole_table(fragile, orac
 
 
 def test_one_that_breaks_after_it_won_gives_way_in_that_layer_alone(fragile, monkeypatch):
-    """The tournament runs on the first layer; the second layer's weights are the ones that it cannot take."""
+    """The autotuning runs on the first layer; the second layer's weights are the ones that it cannot take."""
     fragile("sound")
     module, packed = sys.modules["fragile_backend"], []
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from expertctl.bench.faults.load import Callers, effect, p99_ms
+from expertctl.bench.faults.load import LoadClients, effect, p99_ms
 from expertctl.bench.faults.netns import Namespace
 from expertctl.bench.faults.run import FAULTS, run
 from expertd.errors import UnimplementedError
@@ -66,7 +66,7 @@ class Forwarder:
 
 def test_a_caller_that_hangs_during_an_event_is_noticed():
     forwarder = Forwarder()
-    with Callers(forwarder, None, np.ones((1, 1), np.float32), 0.1, 2) as callers:
+    with LoadClients(forwarder, None, np.ones((1, 1), np.float32), 0.1, 2) as callers:
         assert callers.all_go_on(20)
         forwarder.gate.clear()
         before = forwarder.asked

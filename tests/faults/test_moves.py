@@ -24,7 +24,7 @@ def test_no_call_notices_a_move(clients_ask_often):
     assert quiet.calls > 0
     assert moving.calls > 0
     assert moving.moved == 2 * 4 * len(moves.MOVED)
-    assert moving.follow_s < 90, "the new holder has answered"
+    assert moving.follow_s < 90, "the new replica has answered"
 
 
 @pytest.mark.slow  # five servers start

@@ -15,7 +15,7 @@ import pytest
 from expertd_kernels import Device, decide
 from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 TINY = ("--synthetic", "tiny:int4_g128", "--device", "cpu", "--backend", "reference")

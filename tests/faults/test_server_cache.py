@@ -29,11 +29,11 @@ from expertd_kernels.packed.cache import PackedCache, read_entry, write_packed
 from expertd_kernels.packed.file import read_header
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 from expertd_kernels.weights.digest import expert_digests
-from expertd_server.boot import measuring
+from expertd_server.boot import autotuning as measuring
 from expertd_server.boot.assignment import assign_layers, files_state, open_source
 from expertd_server.boot.layers import Booted, boot_layers
 from expertd_server.boot.prepare import Workshop
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 from expertd_server.config.serve import ServeConfig
 from expertd_server.views.describe import describe_layer
 
@@ -237,7 +237,16 @@ def test_a_device_with_other_instructions_has_an_entry_of_its_own(tmp_path):
 @contextlib.contextmanager
 def started(folder: Path, log: Path):
     """(process, address) of a server that serves from `folder`; killed at the end if it is still there."""
-    command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", "tiny:int4_g128", "--threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "expertd_server.commands.cli",
+        "serve",
+        "--synthetic",
+        "tiny:int4_g128",
+        "--threads",
+        "1",
+    ]
     command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--backend", "cpu", "--cache", str(folder)]
     with log.open("wb") as out:
         process = subprocess.Popen(

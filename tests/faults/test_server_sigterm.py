@@ -31,7 +31,7 @@ class Process:
     """`expertd serve` as a process of its own."""
 
     def __init__(self, *args: str) -> None:
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", "127.0.0.1:0", *args]
+        command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--listen", "127.0.0.1:0", *args]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self.lines: list[str] = []

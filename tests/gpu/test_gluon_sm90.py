@@ -8,11 +8,11 @@ import torch
 from poisoned import counters_are_zero, poison_scratch
 
 from expertd_kernels import Activation, Scheme, decide, detect_device, reference, relative_error
-from expertd_kernels.builder import build, problem_of
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.oracle.decision import NoBackendError
 from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.builder import build, problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import ScaleType
 

@@ -11,12 +11,12 @@ from poisoned import counters_are_zero, poison_scratch
 from expertd_kernels import Activation, decide, detect_device, reference, relative_error
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8
 from expertd_kernels.backends.gluon.w8a8.prepare import round_to_places
-from expertd_kernels.builder import build, problem_of
+from expertd_kernels.common.protocol import takes_e4m3
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.oracle.decision import NoBackendError
 from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.protocol import takes_e4m3
+from expertd_kernels.packed.builder import build, problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.numerics import tolerance
 from expertd_kernels.weights.scheme import ActivationQuant

@@ -6,7 +6,7 @@ import torch
 
 from expertd_kernels import ActivationQuant, NoBackendError, build, decide, detect_device, problem_of, tolerance
 from expertd_kernels.measure.timing import captured
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.numerics import relative_error
 

@@ -26,7 +26,7 @@ try:
     from expertd.errors import BackendFailedError, DrainingError, UnavailableError
     from expertd_client import ExpertClient, GrpcTransport
     from expertd_client.requests.e4m3 import quantize
-    from expertd_client.transports.tcp.session import TcpTransport
+    from expertd_client.transports.tcp.connection import TcpTransport
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
 
@@ -52,7 +52,7 @@ class Experts(reference.ReferenceExperts):
 class Process:
     """`expertd serve` and what it printed."""
 
-    def __init__(self, log, *args: str, program: tuple[str, ...] = ("-m", "expertd_server.cli")) -> None:
+    def __init__(self, log, *args: str, program: tuple[str, ...] = ("-m", "expertd_server.commands.cli")) -> None:
         command = [sys.executable, *program, "serve", "--listen", "127.0.0.1:0", *args]
         self.log = log
         with log.open("wb") as out:

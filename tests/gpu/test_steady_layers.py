@@ -21,7 +21,7 @@ from expertd_kernels import (
     tolerance,
 )
 from expertd_kernels.measure.timing import captured, time_calls
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 pytestmark = pytest.mark.gpu
@@ -204,7 +204,7 @@ def test_large_numbers_of_tokens_between_powers_of_two_compile_nothing(layer, mo
 
 
 def test_captured_calls_are_the_calls(layer):
-    """As a tournament times them and a server makes them."""
+    """As an autotuning run times them and a server makes them."""
     weights, experts = layer
     sets = [inputs(8, seed=i) for i in range(3)]
     outs = [torch.empty_like(x) for x, _, _ in sets]

@@ -6,10 +6,10 @@ from triton_cases import LARGE, SMALL, run
 
 from expertd_kernels import decide, detect_device
 from expertd_kernels.backends import triton as backend
-from expertd_kernels.builder import problem_of
 from expertd_kernels.measure.timing import captured
 from expertd_kernels.oracle.probe import installed_packages
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import relative_error

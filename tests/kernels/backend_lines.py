@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, Problem, problem_of
+from expertd_kernels.common.problem import Device
 from expertd_kernels.oracle.decision import Backend, SchemeSupport
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.canonical import QuantTensor, Weights

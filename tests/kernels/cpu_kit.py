@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from expertd_kernels import Activation, Scheme
-from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import Element, ScaleType
 

@@ -20,9 +20,9 @@ from triton.runtime.jit import JITFunction
 from expertd_kernels.backends import gluon_sm90, gluon_w8a8
 from expertd_kernels.backends.gluon.shared.gpu import Gpu
 from expertd_kernels.bench.cuda import shape_of
-from expertd_kernels.builder import problem_of
-from expertd_kernels.problem import Device
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Device
+from expertd_kernels.common.protocol import Packed
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ActivationQuant
 

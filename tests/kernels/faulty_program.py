@@ -14,7 +14,7 @@ sys.modules["faulty_backend"] = module
 row = next(b for b in table.BACKENDS if b.name == "reference")
 table.BACKENDS = (replace(row, name="faulty", target="faulty_backend"), row)
 table.ORDER = {{}}
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

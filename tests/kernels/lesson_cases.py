@@ -16,9 +16,9 @@ from backend_lines import EXPERTS, LINES, Line
 from interpreted import answer_cases
 
 from expertd_kernels import Problem, batched_routes
+from expertd_kernels.common.protocol import Experts
 from expertd_kernels.oracle.decision import backend_module
 from expertd_kernels.oracle.rules import judge
-from expertd_kernels.protocol import Experts
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import Weights

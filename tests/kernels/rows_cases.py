@@ -4,9 +4,9 @@ import torch
 import triton
 from interpreted import answer_cases
 
+from expertd_kernels.backends.gather import table as t
+from expertd_kernels.backends.gather.kernels import collect, collect_e4m3, deliver, signal
 from expertd_kernels.backends.gluon.w8a8.prepare import round_to_places
-from expertd_kernels.rows import table as t
-from expertd_kernels.rows.kernels import collect, collect_e4m3, deliver, signal
 
 FLOATS = {t.F32: torch.float32, t.F16: torch.float16, t.BF16: torch.bfloat16}
 INTS = {t.I32: torch.int32, t.I64: torch.int64}

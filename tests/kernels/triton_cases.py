@@ -17,8 +17,8 @@ import torch
 
 from expertd_kernels import Activation, ActivationKind, ActivationQuant, Element, ScaleType, Scheme
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_static
-from expertd_kernels.builder import problem_of
-from expertd_kernels.problem import Device
+from expertd_kernels.common.problem import Device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import apply_activation, reference

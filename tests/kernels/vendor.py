@@ -21,9 +21,9 @@ import pytest
 import torch
 from fetch_vendor import PLACE
 
-from expertd_kernels.builder import pack
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
+from expertd_kernels.packed.builder import pack
 
 
 def package_folder(name: str) -> Path:

@@ -18,11 +18,11 @@ ROOM, DOOR = "room", "door"
 
 @contextmanager
 def turn(folder: Path, alone: bool) -> Iterator[None]:
-    """Hold the room together with other processes, or alone.  A process that waits to be alone holds the door
+    """Hold the room together with other processes, or alone.  A process that waits to be alone holds the listener
     meanwhile, so that no other enters before it.  One turn at a time in a process."""
     with (folder / ROOM).open("a+") as room:
-        with (folder / DOOR).open("a+") as door:
-            fcntl.lockf(door, fcntl.LOCK_EX)
+        with (folder / DOOR).open("a+") as listener:
+            fcntl.lockf(listener, fcntl.LOCK_EX)
             fcntl.lockf(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
 

@@ -40,7 +40,16 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.use_local_subchannel_
 
 def start(args: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
     """The server and its address, once it serves."""
-    command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", args.synthetic, "--layers", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "expertd_server.commands.cli",
+        "serve",
+        "--synthetic",
+        args.synthetic,
+        "--layers",
+        "0",
+    ]
     command += ["--listen", "127.0.0.1:0", "--device", args.device, "--threads", str(args.threads)]
     command += ["--backend", args.backend]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from expertd_client import ExpertClient, GrpcTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 
 LOADS = "1x1,1x8,1x64,1x128,1x512,1x2048,1x128s,1x512s,8x8,32x4,8x256s"
 CHECKED_ROWS = 4

@@ -26,7 +26,7 @@ from served import Report, Server, latency, verify
 from expertd_client import ExpertClient
 from expertd_kernels import relative_error, tolerance
 from expertd_kernels.checkpoint import open_checkpoint
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 
 ROOT = Path(__file__).parents[2]

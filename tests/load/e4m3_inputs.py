@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from expertd_kernels import ActivationQuant, build, decide, detect_device, problem_of, relative_error, tolerance
+from expertd_kernels.backends.gather import table as t
+from expertd_kernels.backends.gather.kernels import collect, collect_e4m3, deliver, signal
 from expertd_kernels.bench.cuda import shape_of
-from expertd_kernels.packed.proof import reference_rows
-from expertd_kernels.rows import table as t
-from expertd_kernels.rows.kernels import collect, collect_e4m3, deliver, signal
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 HOW = ActivationQuant.E4M3_GROUP128
@@ -163,7 +163,8 @@ def in_turns(ways: dict[Any, list[Any]], rounds: int) -> dict[Any, float]:
 
 
 class Lanes:
-    """Two batches in turns, each input, experts and output on a stream of its own, as csrc/lanes.cpp launches them."""
+    """Two batches in turns, each input, experts and output on a stream of its own, as csrc/batch_slots.cpp launches
+    them."""
 
     def __init__(self, batches: list[Batch], ways: dict[Any, list[Any]], codes: bool) -> None:
         self.batches, self.ways, self.codes = batches, ways, codes
@@ -265,7 +266,7 @@ def kernels(name: str, of: Any, tokens: list[int], rounds: int) -> bool:
 
 def ask(engine: Any, of: Any, b: Batch, reply: Callable[[Any, Any], None]) -> Tensor:
     """A request of the batch's rows; its answer's memory, NaN until it is there."""
-    from expertd_server.engine.request import Operand, Request
+    from expertd_server.engine.request import EngineRequest, Operand
 
     ids, w = (v.numpy().reshape(-1) for v in b.given)
     raw = b.memory.numpy().reshape(-1)
@@ -280,7 +281,7 @@ def ask(engine: Any, of: Any, b: Batch, reply: Callable[[Any, Any], None]) -> Te
             out.reshape(-1)[:] = outcome.output
         reply(request, outcome)
 
-    engine.submit(Request(of, b.rows, of.top_k, hidden, *routes, copied))
+    engine.submit(EngineRequest(of, b.rows, of.top_k, hidden, *routes, copied))
     return torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
 
 

@@ -25,8 +25,8 @@ from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmTransport, enter_session
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport, enter_session
+from expertd_client.transports.tcp.connection import TcpTransport
 
 __all__ = ["fuzz_sessions"]
 

@@ -3,10 +3,10 @@
     python tests/load/gpu_callers.py [--server 0] [--caller 1] [--shapes qwen3,dsv3] [--tokens 1,8,128,512]
                                      [--callers 8x32] [--reconnects 1000] [--hide] [--kill]
 
-The server (the engine with its door, without gRPC) is this process; each caller is a process of its own.  Microseconds
-by CUDA events on the caller's stream, median and 99th percentile of 200 calls: eager (launches of a stream that waits
-for them are in it), ahead (the stream was busy, as an engine's is), graph (ahead, the call captured in a CUDA graph),
-slot (that, its tensors in the session's memory).
+The server (the engine with its listener, without gRPC) is this process; each caller is a process of its own.
+Microseconds by CUDA events on the caller's stream, median and 99th percentile of 200 calls: eager (launches of a stream
+that waits for them are in it), ahead (the stream was busy, as an engine's is), graph (ahead, the call captured in a
+CUDA graph), slot (that, its tensors in the session's memory).
 host: of the call, on the caller's; server: from the batch's launch to its end, as the server sees it.
 Every answer's output was NaN before, and rows of it are compared with the float32 reference: exit code 1 where they
 are not right.  --hide: each process sees its own GPU alone (CUDA_VISIBLE_DEVICES).  --kill: what becomes of each side
@@ -220,7 +220,7 @@ def endless(device, ticket, shape, M, layer, results):
 
 
 class Served:
-    """The engine, its door, and what answers are compared with."""
+    """The engine, its listener, and what answers are compared with."""
 
     def __init__(self, device, shapes):
         import torch
@@ -229,7 +229,7 @@ class Served:
         from expertd_server.engine.engine import Engine
         from expertd_server.engine.policy import Policy
         from expertd_server.engine.served import ServedLayer
-        from expertd_server.transports.shm import ShmDoor
+        from expertd_server.transports.shm import ShmListener
 
         torch.cuda.set_device(device)
         self.device = torch.device(f"cuda:{device}")
@@ -254,13 +254,13 @@ class Served:
         self.engine.hold(layers)
         self.engine.start()
         self.engine.open()
-        self.door = ShmDoor(self.engine, arena_bytes=1 << 20, most_pools=64)
-        self.door.start()
+        self.listener = ShmListener(self.engine, arena_bytes=1 << 20, most_pools=64)
+        self.listener.start()
 
     def ticket(self):
         from expertd.shm.region import host_id
 
-        token, endpoint, why = self.door.gpu.offer("caller", host_id())
+        token, endpoint, why = self.listener.gpu.offer("caller", host_id())
         assert not why, why
         return token, endpoint
 
@@ -403,7 +403,7 @@ def main() -> None:
         took = time.perf_counter() - begin
         print(f"sessions, mappings+descriptors+MiB free at 20 and at the end: {take(results, 20)}; {took:.1f} s")
         p.join(20)
-        print("left at the server:", served.door.sessions, served.engine.sessions.pools, flush=True)
+        print("left at the server:", served.listener.sessions, served.engine.shm_connections.pools, flush=True)
     if a.kill:
         p = start_process(ctx, endless, results, (number, served.ticket(), shapes[0], 8, 0), see)
         assert take(results, 60) == "running"
@@ -415,11 +415,11 @@ def main() -> None:
         shape, M, modes, _ = take(results, 110)
         error = max(served.error(shape, m[2]) for m in modes.values())
         print(
-            f"a caller is killed: the next one's error {error:.1e}, pools left {served.engine.sessions.pools}",
+            f"a caller is killed: the next one's error {error:.1e}, pools left {served.engine.shm_connections.pools}",
             flush=True,
         )
         q.join(20)
-    served.door.close()
+    served.listener.close()
     served.engine.stop(10)
     if a.kill:
         kill_server(a, ctx)

@@ -51,7 +51,7 @@ class Server:
 
     def __init__(self, root: Path, log: Path, args: Sequence[str] = SERVE, priority: int = 0) -> None:
         env = os.environ | {"PYTHONPATH": ":".join(str(root / p) for p in ("proto", "kernels", "server", "client"))}
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--listen", "127.0.0.1:0"]
         command += ["--metrics-listen", "127.0.0.1:0", *args]
         if priority:
             command = ["chrt", "-f", str(priority), *command]

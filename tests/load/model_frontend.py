@@ -45,8 +45,8 @@ from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.tracing.stages import STAGES
 from expertd_client.transformers import load_without_experts
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 
 HIDDEN, ROUTES = 256, 8
 TOKENS = (1, 32)

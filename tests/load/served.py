@@ -23,7 +23,7 @@ from expertd.v1.expert_service_pb2_grpc import ExpertServiceStub
 from expertd_client import ExpertClient
 from expertd_kernels import build, decide, detect_device, problem_of, relative_error, tolerance
 from expertd_kernels.measure.timing import captured, time_calls
-from expertd_kernels.packed.proof import reference_rows
+from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs
 
 __all__ = ["SETS", "Report", "Server", "latency", "message", "verify"]
@@ -38,7 +38,7 @@ class Server:
     def __init__(self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         """env: variables besides this process's."""
         self.name, self.log, self.start = name, log, time.monotonic()
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", "127.0.0.1:0", *args]
+        command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--listen", "127.0.0.1:0", *args]
         with log.open("wb") as out:
             more = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=more)

@@ -37,8 +37,8 @@ from hostile import Server
 from expertd.errors import DeadlineExceededError, OverloadedError
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 
 __all__ = ["soak"]
 

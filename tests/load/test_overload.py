@@ -15,18 +15,18 @@ import selectors
 import pytest
 
 from expertctl.bench.overload.loop import LoopClock
-from expertctl.bench.overload.run import Plan, measure
-from expertctl.bench.overload.tally import Row
+from expertctl.bench.overload.run import OverloadPlan, measure
+from expertctl.bench.overload.tally import OverloadMeasurement
 from expertd.shm.region import supported
 
 WAYS = ("streams", "one-stream", "synthetic", "shm", "tcp")
 
 
-def at_twice_the_peak(way: str, seconds: float) -> Row:
+def at_twice_the_peak(way: str, seconds: float) -> OverloadMeasurement:
     if way == "shm" and (why := supported()):
         pytest.skip(why)
-    (row,) = measure(Plan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=seconds))
-    assert isinstance(row, Row), row
+    (row,) = measure(OverloadPlan(paced=True, ways=(way,), loads=(2.0,), tokens=4, seconds=seconds))
+    assert isinstance(row, OverloadMeasurement), row
     assert set(row.refused) <= {"OVERLOADED"}
     assert row.rss_mb is not None
     assert row.rss_mb[1] < row.rss_mb[0] + 50

@@ -60,7 +60,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.address = f"127.0.0.1:{free.getsockname()[1]}"
-        self._command = [sys.executable, "-m", "expertd_server.cli", "serve", "--checkpoint", str(folder)]
+        self._command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--checkpoint", str(folder)]
         self._command += ["--shard", f"{half}/2", "--quantize", SCHEME, "--device", "cpu", "--threads", "1"]
         self._command += ["--listen", self.address, "--admin-listen", "127.0.0.1:0", "--held", str(held)]
         self.restarts = 0

@@ -22,7 +22,7 @@ BOOT_TIMEOUT_S = 240.0
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of `expertd serve --synthetic tiny:int4_g128`: 2 layers, 8 experts, top-2, H 256, on one thread."""
     log = tmp_path_factory.mktemp("tiny_server") / "log"
-    command = [sys.executable, "-m", "expertd_server.cli", "serve", "--synthetic", "tiny:int4_g128"]
+    command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--synthetic", "tiny:int4_g128"]
     command += ["--listen", "127.0.0.1:0", "--device", "cpu", "--threads", "1"]
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -10,12 +10,12 @@ import in_process
 import numpy as np
 import pytest
 
-from expertctl.bench.faults.load import Callers
+from expertctl.bench.faults.load import LoadClients
 from expertctl.cli import main
 from expertctl.common.workload import LayerShape, drawn
-from expertctl.moving.move import MoveFailedError, Mover, Options, Progress
-from expertctl.moving.steps import holdings
 from expertctl.planner.observe import ask
+from expertctl.rebalancing.rebalance import Options, Progress, Rebalancer, RebalancingFailedError
+from expertctl.rebalancing.steps import holdings
 from expertd.errors import UnauthenticatedError, UnavailableError
 from expertd.placement import Placement, Server
 from expertd_client import Credentials, ExpertCluster
@@ -80,14 +80,14 @@ def held(hosts) -> dict:
 def move(then: Placement, options=QUICK, changed=lambda progress: None) -> int:
     progress = Progress()
     progress.changed = lambda: changed(progress)
-    with closing(Mover(then, options=options)) as mover:
+    with closing(Rebalancer(then, options=options)) as mover:
         return mover.run(progress)
 
 
-def callers(stack, cluster, threads=2) -> Callers:
+def callers(stack, cluster, threads=2) -> LoadClients:
     request = drawn(np.random.default_rng(0), 8, LayerShape(0, 256, 8, 2), 0.0)
     expected = np.asarray(cluster.forward_request(request).output, np.float32)
-    return stack.enter_context(Callers(cluster, request, expected, 2e-2, threads))
+    return stack.enter_context(LoadClients(cluster, request, expected, 2e-2, threads))
 
 
 @pytest.mark.slow  # clients are given a second for each of four changes
@@ -140,11 +140,11 @@ def test_what_a_step_cannot_do_is_taken_back(hosts, monkeypatch):
         return real(a, *args, **kwargs)
 
     monkeypatch.setattr(residence, "boot_layer", no_more)
-    with pytest.raises(MoveFailedError, match=r"the disk is gone; everything is held as before") as e:
+    with pytest.raises(RebalancingFailedError, match=r"the disk is gone; everything is held as before") as e:
         move(placed(hosts, "0-4", "5-7", ""), Options(at_once=1, settle_s=0.05))
     assert hosts[0].address in str(e.value)
     assert held(hosts) == before
-    with pytest.raises(MoveFailedError, match="the disk is gone; 1 steps are done and stay"):
+    with pytest.raises(RebalancingFailedError, match="the disk is gone; 1 steps are done and stay"):
         move(placed(hosts, "0-4", "5-7", ""), Options(at_once=1, settle_s=0.05, keep=True))
     assert held(hosts)[hosts[0].address] == {0: (0, 1, 2, 3, 4), 1: (0, 1, 2, 3)}
     monkeypatch.undo()
@@ -158,7 +158,7 @@ def test_a_move_that_is_stopped_goes_on_where_it_was(hosts):
         if progress.text.startswith("step 2") and threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
 
-    with pytest.raises(MoveFailedError, match="stopped after 1 of 2 steps; the same command goes on"):
+    with pytest.raises(RebalancingFailedError, match="stopped after 1 of 2 steps; the same command goes on"):
         move(then, Options(at_once=1, settle_s=0.05), stop)
     assert held(hosts)[hosts[0].address] == {0: (0, 1, 2, 3, 4), 1: (0, 1, 2, 3)}
     assert move(then, Options(at_once=1, settle_s=0.05)) == 1
@@ -178,7 +178,7 @@ def test_a_server_that_dies_on_the_way_costs_no_expert_its_holder(hosts):
         ):
             gone.close()
 
-    with pytest.raises(MoveFailedError, match=f"everything is held as before, but at {gone.address}, which"):
+    with pytest.raises(RebalancingFailedError, match=f"everything is held as before, but at {gone.address}, which"):
         move(then, Options(at_once=1, settle_s=0.05, timeout_s=2.0), die)
     now = held(hosts[1:])
     assert now[hosts[2].address][0] == (0, 1, 2, 3)
@@ -188,7 +188,7 @@ def test_a_server_that_dies_on_the_way_costs_no_expert_its_holder(hosts):
 def test_what_others_have_prepared_is_in_the_way_until_it_is_let_go_of(hosts):
     then = placed(hosts, "0-4", "5-7", "")
     hosts[0]._changes.prepare("somebody's", {0: range(6)}).ended.wait(20)
-    with pytest.raises(MoveFailedError, match=r"got change .somebody's., prepared"):
+    with pytest.raises(RebalancingFailedError, match=r"got change .somebody's., prepared"):
         move(then, Options(settle_s=0.05))
     assert hosts[0]._changes.job is not None, "and is not ours to let go of"
     assert move(then, Options(settle_s=0.05, abort=True)) == 2
@@ -196,7 +196,7 @@ def test_what_others_have_prepared_is_in_the_way_until_it_is_let_go_of(hosts):
 
 def test_room_is_asked_for_before_anything_is_moved(hosts, monkeypatch):
     monkeypatch.setattr(residence, "free_bytes", lambda device: 1)
-    with pytest.raises(MoveFailedError, match=r"GiB are free.*; nothing was moved"):
+    with pytest.raises(RebalancingFailedError, match=r"GiB are free.*; nothing was moved"):
         move(placed(hosts, "0-4", "5-7", ""))
 
 
@@ -218,11 +218,11 @@ def test_a_server_without_the_service_is_named(hosts):
     with in_process.hosts(**TINY) as serve:
         host = serve(admin_listen=None)
         with pytest.raises(UnavailableError, match=r"AdminService: got none, want one; start the server with --admin"):
-            Mover(placed([host], "0-7"))
+            Rebalancer(placed([host], "0-7"))
 
 
 def test_a_plan_of_running_servers_is_applied(hosts, tmp_path, capsys):
-    """From their counters to other holders, by the two commands."""
+    """From their counters to other replicas, by the two commands."""
     with closing(ExpertCluster([h.address for h in hosts], transport=GrpcTransport)) as cluster:
         for n in range(20):
             cluster.forward_request(drawn(np.random.default_rng(n), 8, LayerShape(n % 2, 256, 8, 2), 1.5))
@@ -266,8 +266,8 @@ def test_over_tls_with_a_token(tmp_path):
     with in_process.hosts(**TINY, **tls) as serve:
         host = serve(experts=Ranges.parse("0-6"))
         credentials = Credentials(ca=ca.ca, token_file=tmp_path / "token")
-        with closing(Mover(placed([host], "0-7"), credentials, Options(settle_s=0.05))) as mover:
+        with closing(Rebalancer(placed([host], "0-7"), credentials, Options(settle_s=0.05))) as mover:
             assert mover.run(Progress()) == 2
             assert mover.now(mover.then).servers == mover.then.servers
         with pytest.raises(UnauthenticatedError):
-            Mover(placed([host], "0-7"), Credentials(ca=ca.ca))
+            Rebalancer(placed([host], "0-7"), Credentials(ca=ca.ca))

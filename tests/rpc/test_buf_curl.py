@@ -18,7 +18,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 from expertd_client import ExpertClient, Synthetic
 from expertd_client.requests.e4m3 import quantize
-from expertd_server.service.draw import draw_hidden, draw_ids, draw_weights
+from expertd_server.service.synthetic import generate_hidden, generate_ids, generate_weights
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
@@ -49,9 +49,9 @@ def buf_curl(address, method, request, code=0):
 @pytest.fixture(scope="module")
 def batch():
     """The tensors that the server draws for SEED: hidden states bf16, ids i32, weights f32."""
-    x = draw_hidden(SEED, TOKENS, H, "bf16").values.view(ml_dtypes.bfloat16).reshape(TOKENS, H)
-    ids = draw_ids(SEED, TOKENS, TOP_K, E, 0.0, "i32").values.reshape(TOKENS, TOP_K)
-    weights = draw_weights(SEED, TOKENS, TOP_K, "f32").values.reshape(TOKENS, TOP_K)
+    x = generate_hidden(SEED, TOKENS, H, "bf16").values.view(ml_dtypes.bfloat16).reshape(TOKENS, H)
+    ids = generate_ids(SEED, TOKENS, TOP_K, E, 0.0, "i32").values.reshape(TOKENS, TOP_K)
+    weights = generate_weights(SEED, TOKENS, TOP_K, "f32").values.reshape(TOKENS, TOP_K)
     return x, ids, weights
 
 

@@ -8,7 +8,7 @@ from in_process import hosts
 
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.values import Address
-from expertd_server.transports import channelz
+from expertd_server.transports.grpc import channelz
 
 pytest.importorskip("grpc_channelz", reason="the extra `channelz` has it: pip install grpcio-channelz")
 

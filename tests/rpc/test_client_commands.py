@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from expertctl import cli as client_cli
 from expertctl.commands.health import wait_for
-from expertd_server import cli as server_cli
+from expertd_server.commands import cli as server_cli
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [ROOT / "client/examples" / name for name in ("numpy_client.py", "raw_grpcio.py", "torch_client.py")]

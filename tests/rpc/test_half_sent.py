@@ -11,7 +11,7 @@ from in_process import hosts
 from waiting import until
 
 from expertd_client import ExpertClient
-from expertd_server.transports import half_sent
+from expertd_server.transports.grpc import half_sent
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -23,8 +23,8 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
 from expertd_kernels import tolerance
 from expertd_server.config.values import Address
-from expertd_server.transports import kserve_messages
-from expertd_server.transports.kserve_messages import read_request
+from expertd_server.transports.kserve import messages as kserve_messages
+from expertd_server.transports.kserve.messages import read_request
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "gptq-w4-g128-sym-descact-false-qwen3moe1l"
 H, K = 256, 4

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from expertctl.load.recording import Recording
-from expertd.tables import VerdictRow, console, duration, print_sentence, print_table, print_verdicts
+from expertd.common.tables import VerdictRow, console, duration, print_sentence, print_table, print_verdicts
 
 WIDTH = 80
 SHARDED = str(Path(__file__).parents[1] / "fixtures" / "bf16-sharded-qwen3moe1l")
@@ -75,7 +75,9 @@ def test_nothing_is_cut(tiny_server, words, want, tmp_path):
     ids=lambda x: " ".join(x),
 )  # fmt: skip
 def test_nothing_is_cut_of_what_servers_say(words, want):
-    text = on_a_terminal(*words, "--synthetic", "tiny:int4_g128", "--device", "cpu", module="expertd_server.cli")
+    text = on_a_terminal(
+        *words, "--synthetic", "tiny:int4_g128", "--device", "cpu", module="expertd_server.commands.cli"
+    )
     assert "…" not in text, text
     assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
     for part in want:
@@ -83,7 +85,9 @@ def test_nothing_is_cut_of_what_servers_say(words, want):
 
 
 def test_nothing_is_cut_of_what_quantize_says(tmp_path):
-    text = on_a_terminal("quantize", SHARDED, tmp_path / "out", "--scheme", "int4_g128", module="expertd_server.cli")
+    text = on_a_terminal(
+        "quantize", SHARDED, tmp_path / "out", "--scheme", "int4_g128", module="expertd_server.commands.cli"
+    )
     assert max(len(line.rstrip()) for line in text.splitlines()) <= WIDTH, text
     assert "8 experts of 1 layer in int4_g128" in " ".join(text.split())
 

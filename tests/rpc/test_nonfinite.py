@@ -8,8 +8,8 @@ from in_process import hosts
 from expertd.errors import NonFiniteHiddenStatesError, NonFiniteWeightsError
 from expertd_client import E4m3, ExpertClient, GrpcTransport
 from expertd_client.requests.e4m3 import quantize
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -48,7 +48,7 @@ class Grpc:
 
 class Tcp:
     def __init__(self, host):
-        self._door = host.service.doors["tcp"]
+        self._door = host.service.offered["tcp"]
 
     def refused(self, data):
         with Twin(self._door) as peer:
@@ -63,7 +63,7 @@ class Tcp:
 
 class Shm:
     def __init__(self, host):
-        token, endpoint, why = host.service.doors["shm"].offer("caller", host_id())
+        token, endpoint, why = host.service.offered["shm"].offer("caller", host_id())
         assert not why
         self._sock = socket.socket(socket.AF_UNIX)
         self._sock.settimeout(20)

@@ -24,8 +24,8 @@ from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmTransport, enter_session
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport, enter_session
+from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
@@ -287,9 +287,9 @@ def refused(client, x, ids) -> bool:
     return False
 
 
-def entered(door, caller):
+def entered(listener, caller):
     """A session of `caller` that no stream's end ends, and the socket that tells of its own."""
-    token, endpoint, why = door.offer(caller, host_id())
+    token, endpoint, why = listener.offer(caller, host_id())
     assert not why, why
     if endpoint.startswith("tcp:"):
         at = parse_endpoint(endpoint)
@@ -313,16 +313,16 @@ def ended(sock) -> bool:
 def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve, callers, tmp_path, way):
     """A client of ours goes with its stream; another one need not."""
     host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
-    door = host.service.doors[way]
-    if isinstance(door, str):
-        pytest.skip(door)
-    with entered(door, "pool") as gone, entered(door, "worker") as stays:
-        unused = door.offer("pool", host_id())[0]
-        until(lambda: door.sessions == 2)
+    listener = host.service.offered[way]
+    if isinstance(listener, str):
+        pytest.skip(listener)
+    with entered(listener, "pool") as gone, entered(listener, "worker") as stays:
+        unused = listener.offer("pool", host_id())[0]
+        until(lambda: listener.sessions == 2)
         callers.write_text('[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n')
         assert ended(gone)
-        until(lambda: door.sessions == 1)
-        assert door._tickets.take(bytes.fromhex(unused)) is None
+        until(lambda: listener.sessions == 1)
+        assert listener._tickets.take(bytes.fromhex(unused)) is None
         stays.settimeout(0.7)
         with pytest.raises(TimeoutError):
             stays.recv(1)
@@ -349,18 +349,18 @@ def test_a_token_that_is_replaced_is_out_on_every_session_that_stands(serve, cal
 def test_sessions_beside_the_stream_end_with_their_credential(serve, callers, way):
     """Of callers whose stream does not end theirs."""
     host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
-    door = host.service.doors[way]
-    if isinstance(door, str):
-        pytest.skip(door)
+    listener = host.service.offered[way]
+    if isinstance(listener, str):
+        pytest.skip(listener)
     digest = hashlib.sha256(TOKEN.encode()).digest()
     shown = [Admitted("pool", digest), Admitted("worker", "worker"), Admitted("worker", "worker", time.time() + 1)]
     with contextlib.ExitStack() as stack:
-        token, stays, expires = [stack.enter_context(entered(door, a)) for a in shown]
-        until(lambda: door.sessions == 3)
+        token, stays, expires = [stack.enter_context(entered(listener, a)) for a in shown]
+        until(lambda: listener.sessions == 3)
         callers.write_text(callers.read_text().replace(TOKEN, "an0ther-token-of-the-pool"))
         assert ended(token)
         assert ended(expires)
-        until(lambda: door.sessions == 1)
+        until(lambda: listener.sessions == 1)
         stays.settimeout(0.7)
         with pytest.raises(TimeoutError):
             stays.recv(1)

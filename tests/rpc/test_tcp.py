@@ -13,7 +13,7 @@ from in_process import hosts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import AsyncExpertClient, Credentials, ExpertClient
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import open_source
@@ -75,7 +75,7 @@ def test_it_is_asked_for(serve):
     with ExpertClient(host.address) as client:
         assert client.session().transport == "inline"
         assert "--tcp-listen HOST:PORT switches it on" in client.session().refused["tcp"]
-    assert serve(tcp="off").service.doors["tcp"] != ""
+    assert serve(tcp="off").service.offered["tcp"] != ""
     on = serve(tcp="on", tcp_listen=None)
     with ExpertClient(on.address) as client:
         assert client.session().transport == "tcp"
@@ -152,8 +152,8 @@ def test_tls_where_grpc_has_it(serve, batch, ca, tls, mutual):
         layer, x, ids, w = batch[0]
         many = client.forward(layer, x.repeat(200, 1), ids.repeat(200, 1), w.repeat(200, 1))
         assert torch.equal(many.output[:9], many.output[-9:])
-        door = host.service.doors["tcp"]
-        token, endpoint, _ = door.offer("caller", "")
+        listener = host.service.offered["tcp"]
+        token, endpoint, _ = listener.offer("caller", "")
         assert endpoint.startswith("tls://")
         with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2])), 5) as plain:
             plain.sendall(b"expdtcp1" + token.encode())
@@ -165,7 +165,7 @@ def test_tls_where_grpc_has_it(serve, batch, ca, tls, mutual):
             except ConnectionError:
                 pass
             assert b"expdtcp1" not in said, "it speaks without TLS"
-        assert door.sessions == 1
+        assert listener.sessions == 1
         if mutual:
             stranger = TcpTransport(host.address, Credentials(ca=ca.ca, server_name="localhost"))
             assert "tcp: " in str(opened(stranger, pb.SessionAnswer(token=token, endpoint=endpoint)))
@@ -183,7 +183,7 @@ def test_who_does_not_trust_the_server_gives_no_token(serve, ca, tls, tmp_path):
     from certificates import Authority
 
     host = serve(**tls)
-    token, endpoint, _ = host.service.doors["tcp"].offer("caller", "")
+    token, endpoint, _ = host.service.offered["tcp"].offer("caller", "")
     answer = pb.SessionAnswer(token=token, endpoint=endpoint)
     for wrong in (
         Credentials(ca=Authority(tmp_path / "other", "other").ca, server_name="localhost"),
@@ -194,10 +194,10 @@ def test_who_does_not_trust_the_server_gives_no_token(serve, ca, tls, tmp_path):
 
 def test_a_session_with_tls_takes_no_channel_without(serve, ca):
     host = serve()
-    token, endpoint, _ = host.service.doors["tcp"].offer("caller", "")
+    token, endpoint, _ = host.service.offered["tcp"].offer("caller", "")
     channel = TcpTransport(host.address, Credentials(ca=ca.ca))
     assert "without it" in str(opened(channel, pb.SessionAnswer(token=token, endpoint=endpoint)))
-    assert host.service.doors["tcp"].sessions == 0
+    assert host.service.offered["tcp"].sessions == 0
 
 
 # ---- clusters --------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_cluster_uses_it_and_survives_a_server(serve, batch):
             assert relative_error(answer.output.float(), want) < bound
             assert answer.routes_computed == int((ids >= 0).sum())
             if n == 4:
-                assert all(host.service.doors["tcp"].sessions for host in hosts[:1])
+                assert all(host.service.offered["tcp"].sessions for host in hosts[:1])
             if n == 6:
                 hosts[2].close()
 

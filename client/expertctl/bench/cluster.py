@@ -34,7 +34,7 @@ from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least
 from expertctl.common.echo import echo_server, no_echo
 from expertctl.common.workload import LayerShape, drawn
-from expertd.tables import console, print_table
+from expertd.common.tables import console, print_table
 from expertd_client.clients.client import ExpertClient
 from expertd_client.cluster import ExpertCluster
 from expertd_client.cluster.join import Sum, join
@@ -43,7 +43,7 @@ from expertd_client.cluster.table import layer_table
 from expertd_client.requests.request import Request
 from expertd_client.tracing import trace
 
-__all__ = ["One", "Own", "Row", "add_arguments", "measure", "measure_one", "measure_own", "run_command"]
+__all__ = ["One", "Own", "ClusterMeasurement", "add_arguments", "measure", "measure_one", "measure_own", "run_command"]
 
 EXPERTS = 256
 SIZES = ((1, 2048), (8, 2048), (8, 7168), (128, 2048), (128, 7168), (512, 7168))
@@ -52,7 +52,7 @@ CALLS_HIDDEN, CALLS_TOKENS = 2048, (1, 8, 128)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ClusterMeasurement:
     """Medians, in microseconds; ratio: (split + join) / copy."""
 
     tokens: int
@@ -129,11 +129,11 @@ def run_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(tokens: int, hidden_size: int, top_k: int, servers: int, rounds: int) -> Row:
+def measure(tokens: int, hidden_size: int, top_k: int, servers: int, rounds: int) -> ClusterMeasurement:
     """One size, bf16 in and out, experts spread evenly, routes uniform."""
     request = _request(tokens, hidden_size, top_k)
     table = layer_table(EXPERTS, {str(n): tuple(range(EXPERTS)[n::servers]) for n in range(servers)})
-    owners = list(range(len(table.holders)))
+    owners = list(range(len(table.replicas)))
     parts = split(request, table, owners, len(owners))
     sent = np.concatenate([part.request.hidden_states for part in parts])
     answers = [Sum(part.rows, part.request.hidden_states.copy()) for part in parts]
@@ -148,7 +148,7 @@ def measure(tokens: int, hidden_size: int, top_k: int, servers: int, rounds: int
         rounds, lambda: split(request, table, owners, len(owners)), lambda: join(answers, out), copy
     )
     ratio = (split_us + join_us) / copy_us
-    return Row(tokens, hidden_size, top_k, servers, 2 * sent.nbytes, split_us, join_us, copy_us, ratio)
+    return ClusterMeasurement(tokens, hidden_size, top_k, servers, 2 * sent.nbytes, split_us, join_us, copy_us, ratio)
 
 
 def measure_one(client: ExpertClient, cluster: ExpertCluster, request: Request, rounds: int) -> One:
@@ -223,7 +223,7 @@ def _medians(rounds: int, *ways: Callable[[], object]) -> list[float]:
     return [round(float(t) * 1e6, 1) for t in np.median(times, axis=1)]
 
 
-def _show(rows: list[Row], ones: list[One], owns: list[Own]) -> None:
+def _show(rows: list[ClusterMeasurement], ones: list[One], owns: list[Own]) -> None:
     out = console()
     first = rows[0]
     title = f"the client's own work in microseconds: {first.servers} servers, top-{first.top_k}, bf16"

@@ -34,12 +34,12 @@ from expertctl.common.brief import briefly
 from expertctl.common.child import child_server
 from expertctl.common.counts import at_least_0
 from expertd import codec
-from expertd.hostmem import tune_allocator
-from expertd.tables import console, print_table
+from expertd.common.hostmem import tune_allocator
+from expertd.common.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 
-__all__ = ["Row", "add_arguments", "run", "run_command"]
+__all__ = ["CodecMeasurement", "add_arguments", "run", "run_command"]
 
 SIZES = tuple(1 << bits for bits in range(13, 25))
 """8 KiB to 16 MiB of hidden states."""
@@ -56,7 +56,7 @@ Echo = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Row:
+class CodecMeasurement:
     """One size.  Microseconds of one round trip, medians."""
 
     bytes: int
@@ -103,7 +103,7 @@ def run_command(args: argparse.Namespace) -> int:
     return 0
 
 
-def run(sizes: Sequence[int] = SIZES, *, seconds: float = 2.0, tune: bool = True) -> list[Row]:
+def run(sizes: Sequence[int] = SIZES, *, seconds: float = 2.0, tune: bool = True) -> list[CodecMeasurement]:
     """Measures each size for about `seconds`.  Starts the server process and ends it.
 
     sizes  bytes of hidden states, multiples of 4096 (rows of [M, 2048] bf16)
@@ -126,7 +126,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 # ---- client ----------------------------------------------------------------------------------------------------------
 
 
-async def _measure(ports: dict[str, int], sizes: Sequence[int], seconds: float) -> list[Row]:
+async def _measure(ports: dict[str, int], sizes: Sequence[int], seconds: float) -> list[CodecMeasurement]:
     async with contextlib.AsyncExitStack() as stack:
         streams = {}
         for name, open_stream in (("expertd", _raw_stream), ("bytes", _raw_stream), ("protobuf", _protobuf_stream)):
@@ -141,7 +141,7 @@ async def _measure(ports: dict[str, int], sizes: Sequence[int], seconds: float) 
             )
             ours, bare, stock = await _medians_us(echoes, seconds)
             ratios = (round(ours / bare, 3), round(ours / stock, 3))
-            rows.append(Row(size, round(ours, 1), round(bare, 1), round(stock, 1), *ratios))
+            rows.append(CodecMeasurement(size, round(ours, 1), round(bare, 1), round(stock, 1), *ratios))
         for stream in streams.values():
             await stream.done_writing()
             await stream.read()

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from expertctl.commands.options import add_credentials, credentials, new_file
 from expertctl.common.counts import at_least, at_least_0, duration_s
-from expertctl.moving.move import MoveFailedError, Mover, Options, Progress
-from expertctl.moving.steps import Step
+from expertctl.rebalancing.rebalance import Options, Progress, Rebalancer, RebalancingFailedError
+from expertctl.rebalancing.steps import Step
+from expertd.common.ranges import format_ranges
+from expertd.common.tables import console, print_table
 from expertd.placement import Placement
-from expertd.ranges import format_ranges
-from expertd.tables import console, print_table
 
 __all__ = ["add_parser", "run"]
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     then = Placement.from_file(args.placement)
     options = Options(args.at_once, args.settle, args.publish, args.keep, args.abort, args.timeout)
     out = console()
-    with closing(Mover(then, credentials(args), options)) as mover:
+    with closing(Rebalancer(then, credentials(args), options)) as mover:
         if args.dry_run:
             found = mover.steps()
             if found:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             progress.changed = show
             try:
                 moved = mover.run(progress)
-            except MoveFailedError as error:
+            except RebalancingFailedError as error:
                 bar.stop()
                 print(f"expertctl apply: {error}", file=sys.stderr)
                 return 1

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from expertctl.commands.options import add_common, credentials
-from expertd.dtypes import dtype_name
-from expertd.ranges import format_ranges, format_runs
-from expertd.tables import VerdictRow, console, print_table, print_verdicts
+from expertd.common.dtypes import dtype_name
+from expertd.common.ranges import format_ranges, format_runs
+from expertd.common.tables import VerdictRow, console, print_table, print_verdicts
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE, Session

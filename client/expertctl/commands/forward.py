@@ -26,8 +26,8 @@ from expertctl.commands.options import (
 from expertctl.common.counts import at_least
 from expertctl.common.files import load_array, load_tensors, save_array
 from expertctl.common.workload import drawn, layer_shapes, synthetic
-from expertd.dtypes import dtype_name
-from expertd.tables import console, duration
+from expertd.common.dtypes import dtype_name
+from expertd.common.tables import console, duration
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.requests.e4m3 import E4m3

@@ -13,7 +13,7 @@ from rich.table import Table
 from expertctl.commands.options import checked_wire_dtype, credentials, popularity
 from expertctl.common.workload import layer_shapes, requests
 from expertctl.load.generation import Generation, generate
-from expertd.tables import console, duration, print_table
+from expertd.common.tables import console, duration, print_table
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE
 from expertd_client.transports.grpc.sync import GrpcTransport

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from expertctl.commands import generation
-from expertctl.commands.callers import Callers
+from expertctl.commands.clients import CommandClients
 from expertctl.commands.connect import for_one_server
 from expertctl.commands.options import (
     ADDRESS,
@@ -32,8 +32,8 @@ from expertctl.load.page import NO_PLOTLY, page
 from expertctl.load.selector import run_precisely
 from expertctl.load.series import NO_HDR, hdr_text
 from expertctl.load.show import Outcome, as_json, show
-from expertctl.load.slo import parse_promise
-from expertd.tables import console
+from expertctl.load.slo import parse_slo
+from expertd.common.tables import console
 
 __all__ = ["add_parser", "add_reports", "check_reports", "finish", "run"]
 
@@ -110,7 +110,7 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
         help="open loop: random or equal gaps (default: poisson)",
     )
     loop.add_argument(
-        "--slo", type=parse_promise, metavar="p99<20ms", help="find the largest rate that meets this objective"
+        "--slo", type=parse_slo, metavar="p99<20ms", help="find the largest rate that meets this objective"
     )
     loop.add_argument(
         "--repeats",
@@ -234,7 +234,7 @@ async def _run(args: argparse.Namespace) -> Outcome:
     plans = _plans(args)
     closed = not args.slo and not args.rate
     found = None
-    async with Callers(args, args.address, max(args.concurrency) if closed else None) as callers:
+    async with CommandClients(args, args.address, max(args.concurrency) if closed else None) as callers:
         if args.slo:
             found = await callers.largest_rate(args.slo, plans[0], args.repeats)
         else:

@@ -9,7 +9,7 @@ from typing import Literal
 from expertctl.common.counts import at_least, duration_s
 from expertctl.common.workload import Popularity
 from expertctl.load.routing import KINDS, Routing, parse_routing
-from expertd.ranges import parse_ranges
+from expertd.common.ranges import parse_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import taken
 from expertd_client.transports.credentials import Credentials

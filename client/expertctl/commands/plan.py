@@ -15,9 +15,9 @@ from expertctl.planner import observe, picture
 from expertctl.planner.observe import Counters, Machine
 from expertctl.planner.plan import plan
 from expertctl.planner.problem import held_of, placement_of
+from expertd.common.tables import console, print_sentence
 from expertd.errors import PlacementError
 from expertd.placement import Placement
-from expertd.tables import console, print_sentence
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.transports.address import parse_address
 

@@ -15,9 +15,9 @@ from rich.table import Table
 
 from expertctl.commands.options import add_credentials, credentials, new_file
 from expertctl.common.counts import at_least, at_least_0, duration_s
+from expertd.common.tables import console, print_sentence, print_table
 from expertd.errors import UnimplementedError
 from expertd.placement import Placement
-from expertd.tables import console, print_sentence, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console

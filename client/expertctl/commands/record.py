@@ -14,7 +14,7 @@ from expertctl.common.counts import at_least, duration_s
 from expertctl.load.live import stoppable
 from expertctl.load.proxy import Proxy, Recorder
 from expertctl.load.recording import Recording
-from expertd.tables import console
+from expertd.common.tables import console
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.async_client import AsyncExpertClient
 from expertd_client.transports.address import parse_address

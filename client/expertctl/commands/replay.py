@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from expertctl.commands.callers import Callers
+from expertctl.commands.clients import CommandClients
 from expertctl.commands.load import add_reports, check_reports, finish
 from expertctl.commands.options import OUTPUT_DTYPES, add_common
 from expertctl.common.counts import at_least, positive
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 async def _replay(args: argparse.Namespace, recording: Recording) -> Outcome:
     count = min(len(recording), args.requests or len(recording))
     plan = LoadPlan(tokens=0, schedule=(recording.at_us[:count] * 1e-6 / args.speed).tolist(), seed=args.seed)
-    async with Callers(args, [args.address]) as callers:
+    async with CommandClients(args, [args.address]) as callers:
         (described,) = callers.described
         wanted = replayed(recording, described, args.seed, output_dtype=args.output_dtype)
         await callers.run(plan, wanted)

@@ -17,7 +17,7 @@ from expertctl.simulation.real import run_real
 from expertctl.simulation.service import H200_INT4, Service, measured
 from expertctl.simulation.simulate import simulate
 from expertctl.simulation.trace import busiest_s, placed, shape_of, traced
-from expertd.tables import console, print_table
+from expertd.common.tables import console, print_table
 from expertd_client.cluster.policy import Policy
 
 __all__ = ["add_parser", "run"]

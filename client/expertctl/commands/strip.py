@@ -10,7 +10,7 @@ from typing import Any
 
 from rich import progress
 
-from expertd.tables import console
+from expertd.common.tables import console
 from expertd_client.engines.strip import strip
 
 __all__ = ["add_parser", "run"]

@@ -20,13 +20,13 @@ from rich.text import Text
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, duration_s
+from expertd.common.tables import console, duration, print_table
 from expertd.errors import ExpertdError
-from expertd.tables import console, duration, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.address import parse_address
 
-__all__ = ["Row", "Seen", "add_parser", "row_of", "run", "samples"]
+__all__ = ["TopEntry", "Seen", "add_parser", "row_of", "run", "samples"]
 
 Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 """(name, labels) -> value."""
@@ -49,7 +49,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Row:
+class TopEntry:
     """None: not known.  busy: share of the time in kernels; queue_s: a request's mean wait for its batch; gpu: share;
     hottest: (layer, expert, share of the routes), of the time between two looks"""
 
@@ -162,10 +162,10 @@ def samples(text: str) -> Samples:
     return {(name, frozenset(_LABEL.findall(labels))): float(v) for name, labels, v in _SAMPLE.findall(text)}
 
 
-def row_of(before: Seen, after: Seen) -> Row:
+def row_of(before: Seen, after: Seen) -> TopEntry:
     """What two looks say together."""
     if after.error:
-        return Row(after.address, "gone")
+        return TopEntry(after.address, "gone")
     d, load = after.described, after.described.load
     known: dict[str, Any] = {
         "queued_requests": load.queued_requests,
@@ -176,16 +176,16 @@ def row_of(before: Seen, after: Seen) -> Row:
     }
     state = "draining" if load.draining else "serving"
     if not after.told:
-        return Row(after.address, state, **known)
+        return TopEntry(after.address, state, **known)
     gpu = _only(after.told, "expertd_gpu_utilization_ratio", "of", "compute")
     known |= {"gpu": gpu, "gpu_celsius": _only(after.told, "expertd_gpu_temperature_celsius")}
     took_s = after.at_s - before.at_s
     restarted = before.described.instance_id != d.instance_id
     if not before.told or took_s <= 0 or restarted:
-        return Row(after.address, state, **known)
+        return TopEntry(after.address, state, **known)
     grew = {k: v - before.told.get(k, 0.0) for k, v in after.told.items()}
     waits = _sum(grew, "expertd_queue_seconds_count")
-    return Row(
+    return TopEntry(
         after.address,
         state,
         **known,
@@ -212,7 +212,7 @@ def _hottest(grew: Samples) -> list[tuple[int, int, float]]:
     return [(int(dict(of)["layer"]), int(dict(of)["expert"]), n / whole) for of, n in most]
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[TopEntry]) -> Table:
     title = time.strftime("%H:%M:%S")
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     names = ("server", "state", "waiting", "us/token", "ping", "tokens/s", "busy", "queue", "free", "GPU", "hottest")
@@ -223,7 +223,7 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cells(r: Row) -> list[str]:
+def _cells(r: TopEntry) -> list[str]:
     hot = f", {r.gpu_celsius:.0f} C" if r.gpu_celsius else ""
     return [
         r.address,

@@ -17,7 +17,7 @@ from expertctl.commands.options import add_common, add_routing, add_tokens, cred
 from expertctl.common.counts import at_least
 from expertctl.common.workload import LayerShape, drawn, layer_shapes
 from expertctl.pictures.trace import by_layer, write
-from expertd.tables import console, duration, print_table
+from expertd.common.tables import console, duration, print_table
 from expertd_client.clients.client import ExpertClient
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster import ExpertCluster

@@ -7,7 +7,7 @@ from typing import Any
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, duration_s
-from expertd.tables import console
+from expertd.common.tables import console
 from expertd_client.weights import DeltaFolder, Updater, publish_delta_folder
 
 __all__ = ["add_parser", "run"]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, duration_s
-from expertd.tables import console, print_table
+from expertd.common.tables import console, print_table
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.weights import Updater
 

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from expertctl.load.generator import LoadRun, Now
-from expertd.tables import duration
+from expertd.common.tables import duration
 
 __all__ = ["line", "stoppable", "watched"]
 

@@ -34,7 +34,7 @@ def page(o: Outcome) -> str:
     if len(o.runs) > 1:
         figures.insert(0, ("Latency and throughput", _sweep(o)))
     if o.slo is not None:
-        figures.insert(0, (f"Is {o.slo.promise.text} met?", _trials(o)))
+        figures.insert(0, (f"Is {o.slo.slo.text} met?", _trials(o)))
     parts = [
         f"<h2>{escape(title)}</h2>"
         + plotly.io.to_html(figure, full_html=False, include_plotlyjs=n == 0, config={"displaylogo": False})
@@ -142,11 +142,11 @@ def _sweep(o: Outcome) -> Any:
 
 def _trials(o: Outcome) -> Any:
     assert o.slo is not None
-    found, name = o.slo, o.slo.promise.text.split(" ")[0]
+    found, name = o.slo, o.slo.slo.text.split(" ")[0]
     figure = _figure("requests/s", f"{name}, ms", log_y=True)
     for keeps, colour in ((True, "#2f7d4f"), (False, "#a33")):
-        some = [t for t in found.trials if t.keeps(found.promise) is keeps]
+        some = [t for t in found.trials if t.keeps(found.slo) is keeps]
         figure.add_scatter(x=[t.rate for t in some], y=[t.quantile_s * 1e3 for t in some], mode="markers",
                            name="met" if keeps else "not met", marker={"color": colour, "size": 9})  # fmt: skip
-    figure.add_hline(y=found.promise.bound_s * 1e3, line={"dash": "dash", "color": "#777"})
+    figure.add_hline(y=found.slo.bound_s * 1e3, line={"dash": "dash", "color": "#777"})
     return figure

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from expertctl.load.recording import DRAWN, Recording
 from expertd.codec import ForwardRequestView, TensorView, decode_forward_request, decode_stream_request
 from expertd.codec.values import Spelling
+from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError, MalformedMessageError
-from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.transports.address import parse_address, reach
 from expertd_client.transports.credentials import Credentials

@@ -31,7 +31,7 @@ import numpy.lib.format as npy
 from numpy.typing import NDArray
 
 from expertctl.common.workload import LayerShape, routes
-from expertd.ranges import LIMIT
+from expertd.common.ranges import LIMIT
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 

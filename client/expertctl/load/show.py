@@ -16,8 +16,8 @@ from expertctl.load.departures import LoadPlan
 from expertctl.load.generator import LoadReport
 from expertctl.load.series import hdr_encoded, slices
 from expertctl.load.slo import Found
-from expertd.ranges import format_ranges
-from expertd.tables import duration, print_table
+from expertd.common.ranges import format_ranges
+from expertd.common.tables import duration, print_table
 
 __all__ = [
     "SERVER_COLUMNS",
@@ -101,15 +101,15 @@ def _server_json(one: ServerAnswers) -> dict[str, Any]:
 
 def _slo_json(found: Found) -> dict[str, Any]:
     return {
-        "promise": found.promise.text,
-        "quantile": found.promise.quantile,
-        "bound_us": found.promise.bound_s * 1e6,
+        "promise": found.slo.text,
+        "quantile": found.slo.quantile,
+        "bound_us": found.slo.bound_s * 1e6,
         "rate": found.rate,
         "late_share": found.share,
         "late_share_at_most": found.at_most,
         "confidence": 0.95,
         "limited": found.limited,
-        "trials": [{**asdict(t), "keeps": t.keeps(found.promise)} for t in found.trials],
+        "trials": [{**asdict(t), "keeps": t.keeps(found.slo)} for t in found.trials],
     }
 
 
@@ -238,11 +238,11 @@ def _table_of_runs(o: Outcome) -> Table:
 
 
 def _table_of_trials(found: Found) -> Table:
-    table = Table(title=f"is {found.promise.text} met?", title_justify="left", show_edge=False, pad_edge=False)
-    for name in ("requests/s", "sent", "late", found.promise.text.split(" ")[0], "met"):
+    table = Table(title=f"is {found.slo.text} met?", title_justify="left", show_edge=False, pad_edge=False)
+    for name in ("requests/s", "sent", "late", found.slo.text.split(" ")[0], "met"):
         table.add_column(name, justify="right")
     for t in found.trials:
-        met = "sent too late" if t.behind else "yes" if t.keeps(found.promise) else "no"
+        met = "sent too late" if t.behind else "yes" if t.keeps(found.slo) else "no"
         table.add_row(f"{t.rate:,.1f}", f"{t.sent:,}", f"{t.late:,}", duration(t.quantile_s), met)
     return table
 

@@ -1,8 +1,8 @@
-"""The largest rate that keeps a promise: "p99<20ms".
+"""The largest rate that keeps an SLO: "p99<20ms".
 
 A trial sends at one rate in an open loop and counts the requests that took longer than the bound or failed.  Rates are
 halved towards each other on a logarithmic scale; then the largest rate that passed is tried again, several times, and
-the promise counts as kept where the upper end of the 95 % interval (Wilson's, one-sided) of the share of late ones lies
+the SLO counts as kept where the upper end of the 95 % interval (Wilson's, one-sided) of the share of late ones lies
 below what it allows.  Where it does not, the rate goes down by a step and is tried again.  The interval takes requests
 as independent; how much the repeats differ is told beside it."""
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-__all__ = ["Found", "Promise", "Trial", "parse_promise", "search", "upper_share"]
+__all__ = ["Found", "Slo", "Trial", "parse_slo", "search", "upper_share"]
 
 _Z = 1.6449
 """Of a one-sided 95 %."""
@@ -23,11 +23,11 @@ _CLOSE = 1.03
 _STEP = 0.95
 _MOST_STEPS = 8
 _LEAST_LATE = 5
-"""A trial is to expect so many late requests where it just keeps the promise."""
+"""A trial is to expect so many late requests where it just keeps the SLO."""
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class Slo:
     """quantile of the latencies is below bound_s; text: as it was asked for"""
 
     quantile: float
@@ -55,17 +55,17 @@ class Trial:
     quantile_s: float
     behind: bool = False
 
-    def keeps(self, promise: Promise) -> bool:
-        return not self.behind and self.late <= promise.allowed * self.sent
+    def keeps(self, slo: Slo) -> bool:
+        return not self.behind and self.late <= slo.allowed * self.sent
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """rate: None where even the smallest one breaks the promise; share, at_most: of late requests in `repeats`, and
+    """rate: None where even the smallest one breaks the SLO; share, at_most: of late requests in `repeats`, and
     the upper end of the interval; trials: all, in order; limited: by the generator or the highest rate, not by the
     server"""
 
-    promise: Promise
+    slo: Slo
     rate: float | None
     share: float
     at_most: float
@@ -75,19 +75,19 @@ class Found:
 
     def sentence(self) -> str:
         if self.rate is None:
-            return f"no rate meets {self.promise.text}: it was not met at {self.trials[-1].rate:,.1f} requests/s"
+            return f"no rate meets {self.slo.text}: it was not met at {self.trials[-1].rate:,.1f} requests/s"
         spread = [t.quantile_s * 1e3 for t in self.repeats]
         text = (
-            f"{self.promise.text} is met up to {self.rate:,.1f} requests/s: {self.share:.2%} of"
+            f"{self.slo.text} is met up to {self.rate:,.1f} requests/s: {self.share:.2%} of"
             f" {sum(t.sent for t in self.repeats):,} requests were late (with 95 % confidence at most"
             f" {self.at_most:.2%};"
-            f" {self.promise.allowed:.2%} are allowed); {len(spread)} repetitions: {min(spread):.3g} to"
+            f" {self.slo.allowed:.2%} are allowed); {len(spread)} repetitions: {min(spread):.3g} to"
             f" {max(spread):.3g} ms"
         )
         return text + ("; the load generator could not send more" if self.limited else "")
 
 
-def parse_promise(text: str) -> Promise:
+def parse_slo(text: str) -> Slo:
     """ "p99<20ms", "p99.9<500us", as argparse's type."""
     m = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)\s*<\s*(\d+(?:\.\d*)?)\s*(us|ms|s)", text)
     if m is None or not 0 < float(m[1]) < 100 or not float(m[2]) > 0:
@@ -95,7 +95,7 @@ def parse_promise(text: str) -> Promise:
             f"got {text!r}, want an objective, for example p99<20ms, p99.9<500us or p50<1s"
         )
     bound_s = float(m[2]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[m[3]]
-    return Promise(round(float(m[1]) / 100, 10), bound_s, f"p{m[1]} < {m[2]} {m[3]}")
+    return Slo(round(float(m[1]) / 100, 10), bound_s, f"p{m[1]} < {m[2]} {m[3]}")
 
 
 def upper_share(late: int, sent: int) -> float:
@@ -107,15 +107,13 @@ def upper_share(late: int, sent: int) -> float:
     return min(1.0, (middle + width) / (1 + z2 / sent))
 
 
-async def search(
-    promise: Promise, peak: float, measure: Callable[[float], Awaitable[Trial]], repeats: int = 3
-) -> Found:
+async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Trial]], repeats: int = 3) -> Found:
     """peak: the highest rate that is tried, what the server answered in a closed loop.  measure: a trial at a rate."""
     trials: list[Trial] = []
 
     async def keeps(rate: float) -> bool:
         trials.append(await measure(rate))
-        return trials[-1].keeps(promise)
+        return trials[-1].keeps(slo)
 
     low, high = 0.0, peak
     if await keeps(peak):
@@ -134,8 +132,8 @@ async def search(
         again = [await measure(low) for _ in range(repeats)]
         trials += again
         late, sent = sum(t.late for t in again), sum(t.sent for t in again)
-        if upper_share(late, sent) <= promise.allowed and not any(t.behind for t in again):
+        if upper_share(late, sent) <= slo.allowed and not any(t.behind for t in again):
             limited = low >= peak or any(t.behind for t in trials if t.rate <= low * 1.1)
-            return Found(promise, low, late / sent, upper_share(late, sent), again, trials, limited)
+            return Found(slo, low, late / sent, upper_share(late, sent), again, trials, limited)
         low *= _STEP
-    return Found(promise, None, 1.0, 1.0, [], trials)
+    return Found(slo, None, 1.0, 1.0, [], trials)

@@ -55,14 +55,14 @@ class Forecast:
 
 
 def evenly(problem: Problem, held: Held) -> NDArray[np.float64]:
-    """[L, S]: seconds of work, where each holder of an expert has it for as long: routes in proportion to speed."""
+    """[L, S]: seconds of work, where each replica of an expert has it for as long: routes in proportion to speed."""
     time_s = _time_s(problem, held)
     work: NDArray[np.float64] = np.einsum("lse,le->ls", held, time_s)
     return work
 
 
 def _time_s(problem: Problem, held: Held) -> NDArray[np.float64]:
-    """[L, E]: seconds for which each holder of an expert has to do with it."""
+    """[L, E]: seconds for which each replica of an expert has to do with it."""
     speed = np.einsum("lse,s->le", held, problem.speed)
     time_s: NDArray[np.float64] = np.where(speed > 0, problem.load / np.where(speed > 0, speed, 1.0), 0.0)
     return time_s
@@ -92,7 +92,7 @@ def _shared(
 ) -> NDArray[np.float64]:
     """[L, S]: the work when shares of replicas have settled; of each layer, the best that was found.
 
-    fixed: [L * S], of experts with one holder; work: to begin with; replicas: (layer, server, expert, layer * S +
+    fixed: [L * S], of experts with one replica; work: to begin with; replicas: (layer, server, expert, layer * S +
     server) of the others"""
     row, server, expert, cell = replicas
     shape, experts = work.shape, problem.load.shape[1]

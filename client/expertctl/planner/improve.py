@@ -8,8 +8,8 @@ that takes most from the layer's longest time for each move is done first:
     replace    as copy, at a full server that lets go of an expert which others hold, too (1 move)
     swap       it gives an expert and gets a lighter one (2 moves)
 
-Whatever goes is still held by somebody, and nothing goes where the expert's other holders are, while there is another
-host or zone.  Time of an expert: its routes over the speed of its holders together, for each of them.
+Whatever goes is still held by somebody, and nothing goes where the expert's other replicas are, while there is another
+host or zone.  Time of an expert: its routes over the speed of its replicas together, for each of them.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def improve(problem: Problem, held: Held, most: int | None = None, least: int = 
     return taken
 
 
-def _unused(holders: NDArray[np.bool_], label: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[n, S]: servers whose label none of `holders` [n, S] has."""
-    used = np.zeros((len(holders), int(label.max(initial=0)) + 1), np.bool_)
-    row, server = np.nonzero(holders)
+def _unused(replicas: NDArray[np.bool_], label: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[n, S]: servers whose label none of `replicas` [n, S] has."""
+    used = np.zeros((len(replicas), int(label.max(initial=0)) + 1), np.bool_)
+    row, server = np.nonzero(replicas)
     used[row, label[server]] = True
     out: NDArray[np.bool_] = ~used[:, label]
     return out
@@ -101,7 +101,7 @@ class _Layer:
     def _weigh(self) -> None:
         held, speed = self._held, self._problem.speed
         self._count = held.sum(axis=0)
-        self._speed_of = np.where(self._count > 0, speed @ held, 1.0)  # of an expert's holders together
+        self._speed_of = np.where(self._count > 0, speed @ held, 1.0)  # of an expert's replicas together
         self._time = np.where(self._count > 0, self._load / self._speed_of, 0.0)
         self._busy = held @ self._time
         self._free = self._slots > held.sum(axis=1)
@@ -145,11 +145,11 @@ class _Layer:
         if moves >= 2:
             yield from self._swaps(giver, mine, may_give, given)
 
-    def _may(self, holders: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[n, S]: where one more holder may be."""
-        there = (self._slots > 0) & ~holders
-        may: NDArray[np.bool_] = there & _unused(holders, self._problem.zone_of)
-        for wider in (there & _unused(holders, self._problem.host_of), there):
+    def _may(self, replicas: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n, S]: where one more replica may be."""
+        there = (self._slots > 0) & ~replicas
+        may: NDArray[np.bool_] = there & _unused(replicas, self._problem.zone_of)
+        for wider in (there & _unused(replicas, self._problem.host_of), there):
             none = ~may.any(axis=1)
             may[none] = wider[none]
         return may
@@ -169,9 +169,9 @@ class _Layer:
         if not len(full):
             return
         more = self._load[light] / np.maximum(self._speed_of[light] - speed[full], 1e-300) - time[light]
-        holders = held[:, light]
-        holders[full, np.arange(len(full))] = False
-        others = np.where(holders, busy[:, None], 0.0).max(axis=0) + more  # those who get what goes
+        replicas = held[:, light]
+        replicas[full, np.arange(len(full))] = False
+        others = np.where(replicas, busy[:, None], 0.0).max(axis=0) + more  # those who get what goes
         peak = np.maximum(busy[giver] - time[mine, None] + copied[:, full], busy[full] - time[light] + copied[:, full])
         peak = np.where(may[:, full], np.maximum(peak, others), np.inf)
         i, j = divmod(int(peak.argmin()), len(full))

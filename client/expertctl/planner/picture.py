@@ -12,7 +12,7 @@ import rich.bar
 from rich.console import RenderableType
 from rich.table import Table
 
-from expertctl.planner.plan import Plan
+from expertctl.planner.plan import PlacementPlan
 from expertctl.planner.problem import Held, Problem
 
 __all__ = ["Bar", "bars", "sentence", "svg", "table"]
@@ -36,7 +36,7 @@ class Bar:
     held_after: int
 
 
-def bars(problem: Problem, current: Held | None, found: Plan) -> list[Bar]:
+def bars(problem: Problem, current: Held | None, found: PlacementPlan) -> list[Bar]:
     """Of every server."""
     before = None if found.before is None else found.before.busy_s
     held = problem.nothing() if current is None else current
@@ -47,7 +47,7 @@ def bars(problem: Problem, current: Held | None, found: Plan) -> list[Bar]:
     ]
 
 
-def sentence(found: Plan) -> str:
+def sentence(found: PlacementPlan) -> str:
     """What the plan is good for."""
     after = f"{found.after.balance:.0%} of the servers' time used"
     text = f"{found.moves:,} moves, {found.after.copies:,} copies of experts in all; {after}"

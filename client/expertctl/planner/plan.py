@@ -12,7 +12,7 @@ from expertctl.planner.pack import fresh, pack
 from expertctl.planner.problem import Held, Problem
 from expertd.errors import PlacementError
 
-__all__ = ["Plan", "plan"]
+__all__ = ["PlacementPlan", "plan"]
 
 _WORTH, _FEW = 0.95, 0.25
 """Where moves have no bound: what is there is changed by moves of at most so many of the experts, and a plan from
@@ -20,7 +20,7 @@ nothing is taken instead where its time is less than this part of that one's."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """moves: experts that servers have to load; before, after: what is made of the load; before: None = some experts
     are nowhere."""
 
@@ -38,7 +38,7 @@ def plan(
     least: int = 1,
     extra: int | None = None,
     groups: int = 0,
-) -> Plan:
+) -> PlacementPlan:
     """max_moves: from `current`, None = no bound; least: copies of each expert; extra: copies of a layer beyond those,
     None = as many as there is room for; groups: of experts that stay together in a zone, 0 = none.
 
@@ -53,7 +53,7 @@ def plan(
     if max_moves is not None and moves > max_moves:
         raise PlacementError.about("groups", got=f"{moves} moves", want=f"at most {max_moves}")
     whole = bool((start.any(axis=1) | ~problem.exists).all())
-    return Plan(held, moves, forecast(problem, start) if whole else None, forecast(problem, held))
+    return PlacementPlan(held, moves, forecast(problem, start) if whole else None, forecast(problem, held))
 
 
 def _from_nothing(problem: Problem, least: int, extra: int | None, groups: int) -> Held:
@@ -101,6 +101,6 @@ def _make_room(
             expert = int(each.argmin())
             if not np.isfinite(each[expert]):
                 return
-            holders = np.flatnonzero(held[n, :, expert])
-            full = holders[np.argmax(evenly(problem, held)[n, holders])]
+            replicas = np.flatnonzero(held[n, :, expert])
+            full = replicas[np.argmax(evenly(problem, held)[n, replicas])]
             held[n, full, expert] = False

@@ -10,7 +10,7 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayError
 
-from expertctl.ray.keeper import Keeper
+from expertctl.ray.coordinator import Coordinator
 from expertctl.ray.spec import Spec
 from expertd.errors import DeadlineExceededError, PlacementError, UnavailableError
 from expertd_client.cluster.ray import NAMESPACE
@@ -30,8 +30,8 @@ def up(spec: Spec, wait_s: float, told: Callable[[Rows], None] = lambda rows: No
     Raises PlacementError where the name is taken by something else; UnavailableError where a server cannot serve, and
     DeadlineExceededError: what this call has started is ended again."""
     made = not _there(spec.name)
-    keeper = (
-        ray.remote(Keeper)
+    coordinator = (
+        ray.remote(Coordinator)
         .options(
             name=spec.name,
             namespace=NAMESPACE,
@@ -42,7 +42,7 @@ def up(spec: Spec, wait_s: float, told: Callable[[Rows], None] = lambda rows: No
         )
         .remote(spec)
     )
-    found = ray.get(keeper.spec.remote(), timeout=_ASK_S)
+    found = ray.get(coordinator.spec.remote(), timeout=_ASK_S)
     if found != spec:
         raise PlacementError.about(
             f"servers {spec.name!r}",
@@ -51,17 +51,17 @@ def up(spec: Spec, wait_s: float, told: Callable[[Rows], None] = lambda rows: No
             remedy="expertctl ray down ends them; --name gives these another name",
         )
     try:
-        return _waited(keeper, wait_s, told)
+        return _waited(coordinator, wait_s, told)
     except (UnavailableError, DeadlineExceededError):
         if made:
             down(spec.name, 0.0)
         raise
 
 
-def _waited(keeper: Any, wait_s: float, told: Callable[[Rows], None]) -> Rows:
+def _waited(coordinator: Any, wait_s: float, told: Callable[[Rows], None]) -> Rows:
     end_s = time.monotonic() + wait_s
     while True:
-        rows: Rows = ray.get(keeper.rows.remote(), timeout=_ASK_S)
+        rows: Rows = ray.get(coordinator.rows.remote(), timeout=_ASK_S)
         told(rows)
         failed = [row for row in rows if row["phase"] == "failed"]
         if failed:
@@ -81,22 +81,22 @@ def _waited(keeper: Any, wait_s: float, told: Callable[[Rows], None]) -> Rows:
 
 def status(name: str) -> Rows:
     """Every server.  Raises UnavailableError where there are none of that name."""
-    keeper = _keeper(name)
+    coordinator = _coordinator(name)
     try:
-        rows: Rows = ray.get(keeper.rows.remote(), timeout=_ASK_S)
+        rows: Rows = ray.get(coordinator.rows.remote(), timeout=_ASK_S)
     except RayError as error:
-        raise UnavailableError(f"servers {name!r}: their keeper does not answer: {type(error).__name__}") from None
+        raise UnavailableError(f"servers {name!r}: their coordinator does not answer: {type(error).__name__}") from None
     return rows
 
 
 def down(name: str, grace_s: float) -> bool:
     """Ends them, what was taken is answered first.  Whether all of it was.  Raises UnavailableError."""
-    keeper = _keeper(name)
+    coordinator = _coordinator(name)
     answered = False
     with contextlib.suppress(RayError):
-        answered = bool(ray.get(keeper.down.remote(grace_s), timeout=grace_s + _ASK_S))
-    ray.kill(keeper)
-    for left in _named():  # of a keeper that could not do it
+        answered = bool(ray.get(coordinator.down.remote(grace_s), timeout=grace_s + _ASK_S))
+    ray.kill(coordinator)
+    for left in _named():  # of a coordinator that could not do it
         if left["namespace"] == NAMESPACE and left["name"].startswith(f"{name}/"):
             with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(left["name"], namespace=NAMESPACE))
@@ -115,7 +115,7 @@ def _named() -> list[dict[str, str]]:
     return cast(list[dict[str, str]], ray.util.list_named_actors(all_namespaces=True))
 
 
-def _keeper(name: str) -> Any:
+def _coordinator(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:

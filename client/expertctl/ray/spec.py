@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from expertd.common.ranges import parse_ranges
 from expertd.errors import PlacementError
-from expertd.ranges import parse_ranges
 
 __all__ = ["Needs", "Place", "Spec", "needs_of", "strategy_of"]
 
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Spec:
-    """name      of the whole, and of its keeper
+    """name      of the whole, and of its coordinator
     argv      options of expertd serve for every server; {node}, {part} and {replica} stand for its own
     shards    parts of the experts
     replicas  of each part

@@ -1,4 +1,4 @@
-"""What the keeper knows of one server, and what becomes of it.  Values; nothing of Ray."""
+"""What the coordinator knows of one server, and what becomes of it.  Values; nothing of Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Watched:
     """phase     "pending" (Ray has not started it: it waits for room, or is being started), "loading", "serving",
               "away" (its process or node is gone, and Ray starts it again), "failed" or "drained"
     why       the sentence, where it failed
-    again_s   when a failed one is to be started again, by the keeper's clock
+    again_s   when a failed one is to be started again, by the coordinator's clock
     starts    how often its process was seen to start
     """
 

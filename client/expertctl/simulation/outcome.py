@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Outcome", "Tally"]
+__all__ = ["Outcome", "SimulationTally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationTally:
     """begun_s, ended_s: [calls]; NaN until it ended; failed calls end, too."""
 
     begun_s: NDArray[np.float64]
@@ -35,7 +35,7 @@ class Tally:
     why: Counter[str] = field(default_factory=Counter)
 
     @classmethod
-    def of(cls, calls: int) -> Tally:
+    def of(cls, calls: int) -> SimulationTally:
         return cls(np.full(calls, np.nan), np.full(calls, np.nan), np.zeros(calls, bool))
 
     def ended(self, number: int, now_s: float, error: BaseException | None) -> None:

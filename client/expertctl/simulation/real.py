@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from expertctl.simulation.outcome import Outcome, Tally
+from expertctl.simulation.outcome import Outcome, SimulationTally
 from expertctl.simulation.service import Service
 from expertctl.simulation.simulate import describes
 from expertctl.simulation.trace import Outage, Trace
@@ -52,8 +52,8 @@ class SleepingServer:
         self._holds = np.zeros(placement.num_experts[0] + 1, bool)
         self._holds[list(held)] = True
         self._lock = threading.Condition()
-        self._queue: list[_Asked] = []
-        self._ways: list[_Way] = []
+        self._queue: list[_Pending] = []
+        self._ways: list[_SleepingConnection] = []
         self._up = True
         self._closed = False
         self._hung_until_s = 0.0
@@ -64,7 +64,7 @@ class SleepingServer:
     # ---- the transport -----------------------------------------------------------------------------------------------
 
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
-        way = _Way(self, deliver, closed)
+        way = _SleepingConnection(self, deliver, closed)
         with self._lock:
             up = self._up
             if up:
@@ -90,7 +90,7 @@ class SleepingServer:
     async def wait_closed(self) -> None:
         """Nothing to wait for."""
 
-    def take(self, asked: _Asked) -> None:
+    def take(self, asked: _Pending) -> None:
         with self._lock:
             self._queue.append(asked)
             self._lock.notify()
@@ -147,8 +147,8 @@ class SleepingServer:
         while (left_s := self._hung_until_s - time.monotonic()) > 0 and not self._closed:
             time.sleep(min(left_s, 0.05))
 
-    def _batch(self) -> tuple[list[_Asked], int]:
-        batch: list[_Asked] = []
+    def _batch(self) -> tuple[list[_Pending], int]:
+        batch: list[_Pending] = []
         tokens = 0
         while self._queue and (not batch or tokens + self._queue[0].tokens <= self._service.max_tokens):
             asked = self._queue.pop(0)
@@ -163,7 +163,7 @@ class SleepingServer:
             return pb.Load(queued_tokens=queued, queued_requests=len(self._queue), token_ns=1e9 * self._token_s)
 
 
-class _Way:
+class _SleepingConnection:
     """One connection."""
 
     def __init__(self, server: SleepingServer, deliver: Deliver, closed: Closed) -> None:
@@ -181,7 +181,7 @@ class _Way:
 
     def forward(self, request_id: int, timeout_us: int, request: Request) -> None:
         if self.open:
-            self._server.take(_Asked(self, request.view(request_id, timeout_us), request.tokens))
+            self._server.take(_Pending(self, request.view(request_id, timeout_us), request.tokens))
 
     def cancel(self, request_id: int) -> None:
         self.cancelled.add(request_id)
@@ -198,10 +198,10 @@ class _Way:
             closed(why)
 
 
-class _Asked:
+class _Pending:
     """A request at a server."""
 
-    def __init__(self, way: _Way, view: ForwardRequestView, tokens: int) -> None:
+    def __init__(self, way: _SleepingConnection, view: ForwardRequestView, tokens: int) -> None:
         self.tokens = tokens
         self._way = way
         self._view = view
@@ -229,12 +229,12 @@ class _Asked:
 
 def run_real(
     placement: Placement, service: Service, trace: Trace, timeout_s: float, policy: Policy
-) -> tuple[Outcome, Tally, Service]:
+) -> tuple[Outcome, SimulationTally, Service]:
     """What becomes of the calls of a trace, now; and the service as threads gave it here, busy as the machine was."""
     calls = len(trace.at_s)
     servers = {s.address: SleepingServer(s.address, service, placement) for s in placement.servers}
     sent_s: list[float] = []
-    tally, parts, left = Tally.of(calls), [0] * calls, threading.Semaphore(0)
+    tally, parts, left = SimulationTally.of(calls), [0] * calls, threading.Semaphore(0)
     with ExpertCluster(list(servers), transport=servers.__getitem__, policy=policy, max_in_flight=1 << 16) as cluster:
         cluster.forward_request(trace.pool[0])
         for server in servers.values():

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
-from expertctl.simulation.outcome import Outcome, Tally
+from expertctl.simulation.outcome import Outcome, SimulationTally
 from expertctl.simulation.service import Service
 from expertctl.simulation.trace import LAYER, Outage, Trace
 from expertctl.simulation.world import SimulatedExchange, SimulatedServer, World
+from expertd.common.ranges import runs
 from expertd.errors import DeadlineExceededError, ExpertdError, UnavailableError
 from expertd.placement import Placement
-from expertd.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.cluster import DESCRIBE_S
@@ -23,7 +23,7 @@ from expertd_client.cluster.flight import Flight, start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import OnMissing, Policy
-from expertd_client.cluster.surroundings import Surroundings
+from expertd_client.cluster.shared import ClusterState
 from expertd_client.requests.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def describes(placement: Placement, address: str, max_tokens: int) -> pb.Describ
 
 def simulate(
     placement: Placement, service: Service, trace: Trace, timeout_s: float, policy: Policy, seed: int = 0
-) -> tuple[Outcome, Tally]:
+) -> tuple[Outcome, SimulationTally]:
     """What becomes of the calls of a trace; timeout_s: of each."""
     begin_s = time.perf_counter()
     cluster = _Cluster(placement, service, trace, timeout_s, policy, seed)
@@ -74,7 +74,7 @@ class _Cluster:
         self, placement: Placement, service: Service, trace: Trace, timeout_s: float, policy: Policy, seed: int
     ) -> None:
         self.world, rng = World(), random.Random(seed + 1)
-        self.tally = Tally.of(len(trace.at_s))
+        self.tally = SimulationTally.of(len(trace.at_s))
         self.servers = {
             s.address: SimulatedServer(self.world, service, describes(placement, s.address, service.max_tokens), rng)
             for s in placement.servers
@@ -85,8 +85,8 @@ class _Cluster:
         for call in self._calls:
             call.bring(False)
         self._members = Members(self._way, policy.stall_s, self.world.clock)
-        self._around = Surroundings(self._members, policy, self.world, self._wake)
-        self._around.rng = random.Random(seed)
+        self._state = ClusterState(self._members, policy, self.world, self._wake)
+        self._state.rng = random.Random(seed)
         self._asked: dict[Member, int] = {}
         self._answered = 0
         self._parts = 0
@@ -125,12 +125,12 @@ class _Cluster:
         now_s = self.tally.begun_s[number] = self.world.now_s
         deadline = Deadline(self._timeout_s, now_s + self._timeout_s)
         try:
-            start(self._around, self._calls[self._trace.which[number]], deadline, lambda f: self._landed(number, f))
+            start(self._state, self._calls[self._trace.which[number]], deadline, lambda f: self._landed(number, f))
         except ExpertdError as error:
             self._end(number, error)
 
     def _landed(self, number: int, flight: Flight) -> None:
-        self._parts += len(flight.legs) if flight.error is None else 0
+        self._parts += len(flight.sub_requests) if flight.error is None else 0
         self._end(number, flight.error)
         flight.forget()
 

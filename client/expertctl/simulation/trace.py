@@ -81,13 +81,13 @@ def traced(
 
 
 def busiest_s(placement: Placement, tokens: int, shape: LayerShape, zipf: float, service: Service) -> float:
-    """Seconds that the busiest server computes for a call on average, each part by itself, holders taken at random."""
+    """Seconds that the busiest server computes for a call on average, each part by itself, replicas taken at random."""
     rng = np.random.default_rng(2)
     held = {s.address: s.layers[LAYER] for s in placement.servers if LAYER in s.layers}
     table, number = layer_table(shape.num_experts, held), {address: n for n, address in enumerate(held)}
     work = np.zeros(len(held))
     for _ in range(_PILOT):
-        owners = [number[holders[int(rng.integers(len(holders)))]] for holders in table.holders]
+        owners = [number[replicas[int(rng.integers(len(replicas)))]] for replicas in table.replicas]
         for part in split(drawn(rng, tokens, shape, zipf), table, owners, len(held)):
             work[part.owner] += service.batch_s(part.request.tokens)
     return float(work.max()) / _PILOT

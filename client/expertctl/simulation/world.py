@@ -11,7 +11,7 @@ from collections.abc import Callable
 from expertctl.simulation.service import Service
 from expertd.errors import DeadlineExceededError, ExpertdError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.leg import Try
+from expertd_client.cluster.sub_request import Attempt
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
@@ -183,10 +183,10 @@ class SimulatedExchange:
         self._world = world
         self._server = server
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[_Part, Try]] = {}
+        self._pending: dict[int, tuple[_Part, Attempt]] = {}
 
-    def submit(self, request: Request, deadline: Deadline | None, waiter: Try) -> int:
-        part = _Part(self, next(self._numbers), request.tokens, waiter.leg.part.routes)
+    def submit(self, request: Request, deadline: Deadline | None, waiter: Attempt) -> int:
+        part = _Part(self, next(self._numbers), request.tokens, waiter.sub.part.routes)
         self._pending[part.number] = part, waiter
         self._world.at(self._world.now_s + self._server.half_s(), lambda: self._server.arrive(part))
         if deadline is not None:

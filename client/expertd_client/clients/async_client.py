@@ -95,7 +95,7 @@ class AsyncExpertClient(AsyncForwarder):
         self, *, include_decisions: bool = False, timeout_s: float = 10.0, wait_for_ready: bool = False
     ) -> pb.DescribeResponse:
         """What the server holds, accepts and chose.  wait_for_ready: keep trying to connect until the time is over."""
-        answer: _Promise[pb.DescribeResponse] = _Promise()
+        answer: _Reply[pb.DescribeResponse] = _Reply()
         request = pb.DescribeRequest(include_decisions=include_decisions)
         self._open()[0].unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
         return await answer.future
@@ -103,7 +103,7 @@ class AsyncExpertClient(AsyncForwarder):
     async def session(self, *, timeout_s: float = 10.0) -> Session:
         """How messages travel: the transport that this client and the server agreed on, and why not another one.
         Connects if need be, and waits for the agreement."""
-        answer: _Promise[Session] = _Promise()
+        answer: _Reply[Session] = _Reply()
         self._open()[1].session(answer)
         try:
             return await asyncio.wait_for(answer.future, timeout_s)
@@ -186,7 +186,7 @@ class AsyncExpertClient(AsyncForwarder):
             raise deadline.crowded(request.layer) from None
 
 
-class _Promise(Generic[_T]):
+class _Reply(Generic[_T]):
     """A future of the running loop that a transport can fill; what comes after its end is dropped."""
 
     __slots__ = ("future",)
@@ -203,7 +203,7 @@ class _Promise(Generic[_T]):
             self.future.set_exception(error)
 
 
-class _Answer(_Promise[ForwardResult]):
+class _Answer(_Reply[ForwardResult]):
     """That of a forward, whose memory goes back where nobody waits any more."""
 
     __slots__ = ()

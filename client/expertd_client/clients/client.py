@@ -16,28 +16,25 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from expertd.errors import ExpertdError
-from expertd.shm.layout import ENTRIES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.clients.slot import Slot
 from expertd_client.clients.turns import Turns
-from expertd_client.exchange.exchange import Exchange
-from expertd_client.exchange.session import Session, unanswered
-from expertd_client.requests.deadline import Deadline, ThreadAlarm, deadline_in
+from expertd_client.requests.deadline import Deadline, deadline_in
 from expertd_client.requests.e4m3 import asked_for, taken
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.requests.retry import NEVER, Retry, pause_s
 from expertd_client.requests.tensors import wire_dtype
 from expertd_client.tracing import TracedCall, recorder
-from expertd_client.transports.credentials import Credentials
-from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.protocol import Transport
-from expertd_client.transports.table import blocking_transports
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
-    from expertd_client.device.way import DeviceWay
+    from expertd_client.device.transport import DeviceTransport
+    from expertd_client.exchange.exchange import Exchange
+    from expertd_client.exchange.session import Session
+    from expertd_client.transports.credentials import Credentials
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
@@ -111,20 +108,12 @@ class ExpertClient(Forwarder):
         credentials: Credentials | None = None,
         wire_dtype: str | None = None,
     ) -> None:
-        self._transport: Transport = (
-            GrpcTransport(
-                server,
-                unary=unary,
-                credentials=credentials,
-                offers=blocking_transports(server, credentials),
-            )
-            if isinstance(server, str)
-            else server
-        )
-        self._exchange = Exchange(self._transport, ThreadAlarm)
+        from expertd_client.clients.connect import ENTRIES, connect
+
+        self._transport, self._exchange = connect(server, unary, credentials)
         self._timeout_s = timeout_s
         self._retry = retry
-        self._ways: dict[int, DeviceWay] = {}
+        self._device_transports: dict[int, DeviceTransport] = {}
         self._ways_lock = threading.Lock()
         self._quantizes = asked_for(wire_dtype)
         self._taken: bool | None = None
@@ -167,7 +156,7 @@ class ExpertClient(Forwarder):
         self, *, include_decisions: bool = False, timeout_s: float = 10.0, wait_for_ready: bool = False
     ) -> pb.DescribeResponse:
         """What the server holds, accepts and chose.  wait_for_ready: keep trying to connect until the time is over."""
-        answer: _Promise[pb.DescribeResponse] = _Promise()
+        answer: _Reply[pb.DescribeResponse] = _Reply()
         request = pb.DescribeRequest(include_decisions=include_decisions)
         self._transport.unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
         return answer.result()
@@ -175,11 +164,13 @@ class ExpertClient(Forwarder):
     def session(self, *, timeout_s: float = 10.0) -> Session:
         """How messages travel: the transport that this client and the server agreed on, and why not another one.
         Connects if need be, and waits for the agreement."""
-        answer: _Promise[Session] = _Promise()
+        answer: _Reply[Session] = _Reply()
         self._exchange.session(answer)
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError:
+            from expertd_client.exchange.session import unanswered
+
             raise unanswered(self.target, timeout_s) from None
 
     def device_session(
@@ -194,16 +185,16 @@ class ExpertClient(Forwarder):
 
         return ask_for_session(self._transport, device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
-    def device_way(self, device: int) -> DeviceWay | None:
-        from expertd_client.device.way import DeviceWay
+    def device_way(self, device: int) -> DeviceTransport | None:
+        from expertd_client.device.transport import DeviceTransport
 
         with self._ways_lock:
-            if device not in self._ways:
-                self._ways[device] = DeviceWay(lambda: self.device_session(device), self.describe)
-            return self._ways[device]
+            if device not in self._device_transports:
+                self._device_transports[device] = DeviceTransport(lambda: self.device_session(device), self.describe)
+            return self._device_transports[device]
 
     def close(self) -> None:
-        for way in self._ways.values():
+        for way in self._device_transports.values():
             way.close()
         self._exchange.close()
         self._transport.close()
@@ -312,7 +303,7 @@ class _Answer:
         self._came.release()
 
 
-class _Promise(Future[_T]):
+class _Reply(Future[_T]):
     """A future that a transport can fill."""
 
     def answer(self, value: _T) -> None:

@@ -20,7 +20,7 @@ from expertd_client.requests.result import ForwardResult
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from expertd_client.device.way import DeviceWay
+    from expertd_client.device.transport import DeviceTransport
 
 __all__ = ["AsyncForwarder", "Forwarder"]
 
@@ -45,7 +45,7 @@ class Forwarder(Protocol):
         """Fails what is in flight with RequestCancelledError and gives back connections."""
         ...
 
-    def device_way(self, device: int) -> DeviceWay | None:
+    def device_way(self, device: int) -> DeviceTransport | None:
         """How tensors on that GPU of this process reach the server without this host; None: it is not known."""
         return None
 

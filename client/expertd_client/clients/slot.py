@@ -27,10 +27,10 @@ from expertd_client.transports.protocol import ConnectionFullError
 if TYPE_CHECKING:
     from expertd_client.clients.forwarder import Forwarder
 
-__all__ = ["ChannelSlot", "Slot"]
+__all__ = ["ConnectionSlot", "Slot"]
 
 
-class ChannelSlot(Protocol):
+class ConnectionSlot(Protocol):
     """What a channel lends: the arrays of Slot, in memory that it shares with the server."""
 
     hidden_states: Any
@@ -55,7 +55,7 @@ class Slot:
     """
 
     def __init__(
-        self, client: Forwarder, made: ChannelSlot | None, tokens: int, hidden_size: int, top_k: int, dtype: int
+        self, client: Forwarder, made: ConnectionSlot | None, tokens: int, hidden_size: int, top_k: int, dtype: int
     ) -> None:
         """made: a channel's, or None."""
         self._client, self._made, self._dtype = client, made, dtype

@@ -25,8 +25,8 @@ from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
+from expertd_client.cluster.shared import ClusterState
 from expertd_client.cluster.sources import Source, source_of
-from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.exchange.session import Session
@@ -79,7 +79,7 @@ class AsyncExpertCluster(AsyncForwarder):
             partial(_way, transport or own_transport),
             self._policy.stall_s,
         )
-        self._around = Surroundings(self._members, self._policy, Timers(LoopAlarm), self._wake)
+        self._state = ClusterState(self._members, self._policy, Timers(LoopAlarm), self._wake)
         self._settled = asyncio.Event()
         self._waking: dict[Member, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -101,7 +101,7 @@ class AsyncExpertCluster(AsyncForwarder):
         try:
             landed = asyncio.Event()
             call.bring(self._quantizes and self._members.take_e4m3, self._members.version)
-            flight = start(self._around, call, deadline, lambda flight: landed.set())
+            flight = start(self._state, call, deadline, lambda flight: landed.set())
             try:
                 await landed.wait()
             except asyncio.CancelledError:
@@ -128,7 +128,7 @@ class AsyncExpertCluster(AsyncForwarder):
         return await self.forward_request(request, timeout_s=timeout_s, out=out, on_missing=on_missing)
 
     async def close(self) -> None:
-        self._around.close()
+        self._state.close()
         for member in self._members.by_address.values():
             member.exchange.close()
         for task in list(self._tasks):
@@ -144,7 +144,7 @@ class AsyncExpertCluster(AsyncForwarder):
     async def _settle(self, deadline: Deadline | None, layer: int | None) -> None:
         """Follows the source from the first call on.  Waits until every server was asked what it holds, and until one
         has answered that knows of the layer."""
-        if self._around.closed:
+        if self._state.closed:
             raise RequestCancelledError("cluster: this client is closed; make a new one")
         if not self._following:
             self._following = True
@@ -186,7 +186,7 @@ class AsyncExpertCluster(AsyncForwarder):
             self._start(self._watch(member))
 
     async def _reread(self) -> None:
-        while not self._around.closed:
+        while not self._state.closed:
             await asyncio.sleep(self._source.every_s)
             try:
                 self._follow(await asyncio.to_thread(self._source.read))
@@ -205,7 +205,7 @@ class AsyncExpertCluster(AsyncForwarder):
         """Asks one server what it holds, as long as it belongs to the cluster."""
         waking = self._waking[member]
         try:
-            while not (member.leaving or self._around.closed):  # asyncio.wait_for may swallow what close() cancels
+            while not (member.leaving or self._state.closed):  # asyncio.wait_for may swallow what close() cancels
                 waking.clear()
                 pause_s = self._members.probed(member, await self._ask(member))
                 if self._members.settled:
@@ -213,7 +213,7 @@ class AsyncExpertCluster(AsyncForwarder):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(waking.wait(), pause_s)
             end_s = time.monotonic() + LEAVE_S
-            while member.outstanding and time.monotonic() < end_s and not self._around.closed:
+            while member.outstanding and time.monotonic() < end_s and not self._state.closed:
                 await asyncio.sleep(0.02)
         finally:
             del self._waking[member]

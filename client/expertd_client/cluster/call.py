@@ -8,14 +8,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import dtype_name
+from expertd.common.dtypes import dtype_name
 from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.flight import Flight
 from expertd_client.cluster.join import Sum, join, renormalized
-from expertd_client.cluster.leg import in_order, report
 from expertd_client.cluster.policy import OnMissing
 from expertd_client.cluster.result import ClusterResult
+from expertd_client.cluster.sub_request import in_order, report
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
 from expertd_client.tracing import recorder
@@ -79,7 +79,7 @@ class Call:
             raise flight.error
         if self.traced is not None:
             self.traced.answers_are_there()
-        legs = in_order(flight.legs)
+        sub_requests = in_order(flight.sub_requests)
         missing, scale = np.empty((0, 2), np.int64), None
         if flight.unserved.parts:
             gone, ids = flight.unserved.missing(), self.host.topk_ids
@@ -87,9 +87,9 @@ class Call:
             if self.on_missing is OnMissing.RENORMALIZE:
                 scale = renormalized(ids, self.host.topk_weights, gone)
         sums = [
-            Sum(leg.part.rows, leg.result.output)
-            for leg in legs
-            if leg.result is not None and leg.result.output is not None
+            Sum(sub.part.rows, sub.result.output)
+            for sub in sub_requests
+            if sub.result is not None and sub.result.output is not None
         ]
         lent = False
         if len(sums) == 1 and sums[0].rows is None and scale is None and self.lends(sums[0].values.dtype):
@@ -98,23 +98,23 @@ class Call:
             target = self.target()
             join(sums, target, scale)
             output = self.delivered(target)
-        last = max(legs, key=lambda leg: leg.seconds).result if legs else None
+        last = max(sub_requests, key=lambda sub: sub.seconds).result if sub_requests else None
         result = ClusterResult(
             output,
             None,
-            sum(leg.part.routes for leg in legs),
+            sum(sub.part.routes for sub in sub_requests),
             pb.Timing() if last is None else last.timing,
             pb.Load() if last is None else last.load,
             epoch,
-            legs[0].result.release if lent and legs[0].result is not None else None,
+            sub_requests[0].result.release if lent and sub_requests[0].result is not None else None,
             0 if last is None else last.weights_version,
-            parts=report(legs, self.layer),
+            parts=report(sub_requests, self.layer),
             missing=missing,
         )
         if not lent:
-            for leg in legs:
-                if leg.result is not None:
-                    leg.result.release()
+            for sub in sub_requests:
+                if sub.result is not None:
+                    sub.result.release()
         flight.forget()
         if self.traced is not None:
             self.traced.end()

@@ -20,14 +20,14 @@ from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.call import Call
-from expertd_client.cluster.direct import DirectCall, direct_call
+from expertd_client.cluster.fast_call import FastCall, fast_call
 from expertd_client.cluster.flight import Flight, start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
 from expertd_client.cluster.policy import OnMissing, Policy
 from expertd_client.cluster.result import ClusterResult
+from expertd_client.cluster.shared import ClusterState
 from expertd_client.cluster.sources import Source, source_of
-from expertd_client.cluster.surroundings import Surroundings
 from expertd_client.cluster.timers import Timers
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.exchange.session import Session
@@ -107,7 +107,7 @@ class ExpertCluster(Forwarder):
             partial(_way, transport or own_transport),
             self._policy.stall_s,
         )
-        self._around = Surroundings(self._members, self._policy, Timers(ThreadAlarm), self._wake)
+        self._state = ClusterState(self._members, self._policy, Timers(ThreadAlarm), self._wake)
         self._settled = threading.Event()
         self._closing = threading.Event()
         self._watches: list[_Watch] = []
@@ -130,7 +130,7 @@ class ExpertCluster(Forwarder):
         call = Call(request, out, on_missing or self._on_missing, self._f32_sums)
         deadline = self._enter(call, timeout_s)
         try:
-            direct = direct_call(self._around, call, deadline)
+            direct = fast_call(self._state, call, deadline)
             answer = None if direct is None else direct.answer()
         except BaseException:
             self._slots.release()
@@ -199,7 +199,7 @@ class ExpertCluster(Forwarder):
 
     def close(self) -> None:
         self._closing.set()
-        self._around.close()
+        self._state.close()
         for watch in self._watches:
             watch.end()
         for thread in [watch.thread for watch in self._watches] + [self._follower]:
@@ -230,7 +230,7 @@ class ExpertCluster(Forwarder):
         call: Call,
         deadline: Deadline | None,
         landed: Callable[[Flight], None],
-        direct: DirectCall | None = None,
+        direct: FastCall | None = None,
     ) -> Flight:
         """The slot is free again when the flight has landed.  direct: what there is of the call already."""
 
@@ -241,7 +241,7 @@ class ExpertCluster(Forwarder):
         try:
             if direct is not None:
                 return direct.hand_over(freed)
-            return start(self._around, call, deadline, freed)
+            return start(self._state, call, deadline, freed)
         except BaseException:
             self._slots.release()
             raise

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.common.ranges import format_ranges
 from expertd.errors import PlacementError
 from expertd.placement import MOST_EXPERTS, MOST_OF_MODEL, expert_ids
-from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.result import FIRST_VERSION
 
@@ -149,7 +149,7 @@ class Identity:
             self._weights = {key: known for key, known in self._weights.items() if key[0] != said.version}
 
     def _other_weights(self, address: str, version: int, number: int, experts: NDArray[np.int64]) -> PlacementError:
-        holders = [
+        replicas = [
             a
             for a, said in self._said.items()
             if said.version == version and number in said.layers and np.isin(experts, said.layers[number][0]).any()
@@ -157,7 +157,7 @@ class Identity:
         return PlacementError.about(
             f"{address}: layer {number}, experts {format_ranges(experts.tolist())}",
             got="other weights than the cluster's other servers hold under the same name",
-            want=f"those of {', '.join(holders)}",
+            want=f"those of {', '.join(replicas)}",
             remedy="it is not asked: look for a damaged or another copy of the checkpoint, on either side",
         )
 

@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from expertd.common.ranges import format_ranges
 from expertd.errors import ExpertdError, LayerNotHeldError, UnavailableError
 from expertd.placement import Placement
-from expertd.ranges import format_ranges
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.identity import Identity
 from expertd_client.cluster.member import Member

@@ -24,8 +24,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from expertd.common.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.cxx import stale
-from expertd.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.shm.layout import Completion, Submission
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3

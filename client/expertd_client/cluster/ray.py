@@ -1,4 +1,4 @@
-"""Servers of `expertctl ray up` as a cluster's list: those that serve now, as their keeper says."""
+"""Servers of `expertctl ray up` as a cluster's list: those that serve now, as their coordinator says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WATCH_S = 1.0
 
 _REACH_S = 5.0
 _PAUSE_S = 0.2
-"""After the keeper could not be asked."""
+"""After the coordinator could not be asked."""
 
 
 def connect(address: str | None = None) -> bool:
@@ -57,17 +57,19 @@ class RayServers:
         """The addresses now; after the first time, at the next change or after WATCH_S."""
         connect(self._address)
         try:
-            keeper = ray.get_actor(self._name, namespace=NAMESPACE)
-            found = ray.get(keeper.servers.remote(self._version), timeout=WATCH_S + 5)
+            coordinator = ray.get_actor(self._name, namespace=NAMESPACE)
+            found = ray.get(coordinator.servers.remote(self._version), timeout=WATCH_S + 5)
         except ValueError:
             raise PlacementError.about(
                 "Ray", got=f"no servers {self._name!r}", want="them", remedy="expertctl ray up starts some"
             ) from None
         except RayError as error:
             time.sleep(_PAUSE_S)
-            raise PlacementError(f"Ray: the keeper of {self._name!r} does not answer: {type(error).__name__}") from None
+            raise PlacementError(
+                f"Ray: the coordinator of {self._name!r} does not answer: {type(error).__name__}"
+            ) from None
         if found is None:
-            raise PlacementError(f"Ray: the keeper of {self._name!r} is asking its servers")
+            raise PlacementError(f"Ray: the coordinator of {self._name!r} is asking its servers")
         version, servers = found
         if not servers and self._version == -1:
             raise PlacementError.about(f"servers {self._name!r}", got="none that serves", want="at least one")

@@ -26,8 +26,8 @@ from expertd_client.requests.request import Request
 
 # Why it is so: decision 104 in DECISIONS.md.
 __all__ = [
-    "Meant",
-    "Part",
+    "Destinations",
+    "SubBatch",
     "Shares",
     "cut",
     "meant",
@@ -46,7 +46,7 @@ _BITS, _MOST = 63, 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SubBatch:
     """What one server gets of a batch.
 
     owner     number of the server, as `split` was told; -1: nobody holds these experts
@@ -61,7 +61,7 @@ class Part:
     routes: int
 
 
-class Meant(NamedTuple):
+class Destinations(NamedTuple):
     """What the ids of a batch are of.
 
     routes    those that are not -1
@@ -85,7 +85,7 @@ class Shares(NamedTuple):
 # ---- which experts are meant -----------------------------------------------------------------------------------------
 
 
-def meant(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Meant:
+def meant(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Destinations:
     """Of a batch.  Raises ExpertIdOutOfRangeError for ids that the model does not have."""
     native = library()
     if native is None or not ids.flags.c_contiguous or ids.dtype not in _IDS:
@@ -94,9 +94,9 @@ def meant(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Meant:
     return scanned(native, batch, table, layer)
 
 
-def scanned(native: Library, batch: Any, table: LayerTable, layer: int) -> Meant:
+def scanned(native: Library, batch: Any, table: LayerTable, layer: int) -> Destinations:
     """The same by the C++ twin.  batch: a BATCH, or its address."""
-    groups, found = len(table.holders), C.c_int64()
+    groups, found = len(table.replicas), C.c_int64()
     flags = (C.c_uint8 * (groups + 1))() if groups >= _BITS else None
     routes = native.scan(batch, table.group_of_at, table.num_experts, groups, flags, C.byref(found))
     if routes < 0:
@@ -111,19 +111,19 @@ def scanned(native: Library, batch: Any, table: LayerTable, layer: int) -> Meant
         known = tuple(there[:-1] if orphans else there), orphans
         if flags is None and len(table.groups_of_bits) < _MOST:
             table.groups_of_bits[bits] = known
-    return Meant(routes, *known)
+    return Destinations(routes, *known)
 
 
-def meant_numpy(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Meant:
+def meant_numpy(ids: NDArray[np.integer], table: LayerTable, layer: int) -> Destinations:
     """meant() without its C++ twin."""
     if not ids.size:
-        return Meant(0, (), False)
+        return Destinations(0, (), False)
     low, high = int(ids.min()), int(ids.max())
     if low < -1 or high >= table.num_experts:
         raise _unknown(low if low < -1 else high, table, layer)
     there = ids[ids >= 0]
     groups = np.unique(table.group_of.take(there)).tolist()
-    return Meant(there.size, tuple(g for g in groups if g >= 0), -1 in groups)
+    return Destinations(there.size, tuple(g for g in groups if g >= 0), -1 in groups)
 
 
 def _unknown(expert: int, table: LayerTable, layer: int) -> ExpertIdOutOfRangeError:
@@ -137,7 +137,7 @@ def _unknown(expert: int, table: LayerTable, layer: int) -> ExpertIdOutOfRangeEr
 # ---- who gets what ---------------------------------------------------------------------------------------------------
 
 
-def split(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[Part]:
+def split(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[SubBatch]:
     """The parts of a request whose tensors are numpy arrays, in the order of their owners; that of nobody, if there is
     one, comes last.  A route with the id -1 is in no part, and a token without routes neither.
 
@@ -156,10 +156,10 @@ def split(request: Request, table: LayerTable, owner_of_group: _Owners, owners: 
     found = shares(native, batch, who, request, owners + 1)
     present = [n for n in range(owners + 1) if found.tokens[n]]
     if len(present) == 1 and found.tokens[present[0]] == request.tokens:
-        return [Part(_owner(present[0], owners), None, request, found.routes[present[0]])]
+        return [SubBatch(_owner(present[0], owners), None, request, found.routes[present[0]])]
     gathered = _gathered(native, batch, who, found, present, _like(request, sum(found.tokens)))
     parts = [
-        Part(
+        SubBatch(
             _owner(n, owners),
             found.rows[found.begins[n] : found.begins[n] + found.tokens[n]],
             part,
@@ -213,7 +213,7 @@ def _gathered(
     return parts
 
 
-def split_numpy(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[Part]:
+def split_numpy(request: Request, table: LayerTable, owner_of_group: _Owners, owners: int) -> list[SubBatch]:
     """split() without its C++ twin: all parts are gathered at once."""
     ids = request.topk_ids
     of_expert = np.array([*owner_of_group, -2], np.int64)[table.group_of]  # no group, -1: the last one
@@ -222,9 +222,9 @@ def split_numpy(request: Request, table: LayerTable, owner_of_group: _Owners, ow
     routes = np.bincount((owner + 2).ravel(), minlength=owners + 2)[1:].tolist()  # nobody's first
     present = [n for n in range(-1, owners) if routes[n + 1]]
     if len(present) == 1 and bool((owner >= -1).any(axis=1).all()):
-        return [Part(present[0], None, request, routes[present[0] + 1])]
+        return [SubBatch(present[0], None, request, routes[present[0] + 1])]
     hits = [(n, np.flatnonzero((owner == n).any(axis=1))) for n in [*range(owners), -1]]
-    return [Part(n, rows, part_of(request, rows, owner[rows] == n), routes[n + 1]) for n, rows in hits if rows.size]
+    return [SubBatch(n, rows, part_of(request, rows, owner[rows] == n), routes[n + 1]) for n, rows in hits if rows.size]
 
 
 def part_of(request: Request, rows: NDArray[np.int64], mine: NDArray[np.bool_]) -> Request:
@@ -235,7 +235,7 @@ def part_of(request: Request, rows: NDArray[np.int64], mine: NDArray[np.bool_]) 
     )
 
 
-def cut(part: Part, max_tokens: int) -> list[Part]:
+def cut(part: SubBatch, max_tokens: int) -> list[SubBatch]:
     """Parts of at most max_tokens tokens, in order; max_tokens 0 = no bound."""
     if not max_tokens or part.request.tokens <= max_tokens:
         return [part]
@@ -243,5 +243,5 @@ def cut(part: Part, max_tokens: int) -> list[Part]:
     pieces = []
     for n, request in enumerate(part.request.cut(max_tokens)):
         of_piece = rows[n * max_tokens : (n + 1) * max_tokens]
-        pieces.append(Part(part.owner, of_piece, request, int(np.count_nonzero(request.topk_ids >= 0))))
+        pieces.append(SubBatch(part.owner, of_piece, request, int(np.count_nonzero(request.topk_ids >= 0))))
     return [piece for piece in pieces if piece.routes]

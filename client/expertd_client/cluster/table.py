@@ -1,10 +1,10 @@
 """Who holds the experts of a layer, as arrays: what a batch is split by.
 
-Experts with the same holders form a group.  Two servers of one half each and a replica of the first:
+Experts with the same replicas form a group.  Two servers of one half each and a replica of the first:
 
     a: 0-3   b: 4-7   c: 0-3      ->  group 0 = experts 0-3 at (a, c), group 1 = experts 4-7 at (b,)
 
-A group is served by one of its holders at a time, whole, so a partial sum has the same terms whoever computes it.
+A group is served by one of its replicas at a time, whole, so a partial sum has the same terms whoever computes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from expertd_client.cluster.assign import Assignment
+    from expertd_client.cluster.assignment import Assignment
 
 __all__ = ["LayerTable", "layer_table"]
 
@@ -28,18 +28,18 @@ class LayerTable:
 
     num_experts   E, of the model
     group_of      [E + 1] i64: expert -> group, -1 = nobody holds it.  The last entry is -1, too: that of the id -1
-    holders       by group: addresses of the servers that hold all of its experts, in the order of the placement
+    replicas      by group: addresses of the servers that hold all of its experts, in the order of the placement
     first         by group: its lowest expert.  Groups are in this order
     whole         whether one group has all experts: then nothing is split
-    single        whether every group has one holder, so that groups are servers: addresses [groups], else none
+    single        whether every group has one replica, so that groups are servers: addresses [groups], else none
     groups        all of them
     group_of_at   address of group_of
-    remembered    of expertd_client.cluster.assign; groups_of_bits: of expertd_client.cluster.split
+    remembered    of expertd_client.cluster.assignment; groups_of_bits: of expertd_client.cluster.split
     """
 
     num_experts: int
     group_of: NDArray[np.int64]
-    holders: tuple[tuple[str, ...], ...]
+    replicas: tuple[tuple[str, ...], ...]
     first: tuple[int, ...]
     whole: bool
     single: bool
@@ -68,17 +68,17 @@ def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerT
             number = groups[row] = len(first)
             first.append(expert)
         group_of[expert] = number
-    holders = tuple(tuple(addresses[n] for n in np.flatnonzero(holds[expert])) for expert in first)
-    whole = len(holders) == 1 and bool((group_of[:-1] >= 0).all())
-    single = all(len(of_group) == 1 for of_group in holders)
+    replicas = tuple(tuple(addresses[n] for n in np.flatnonzero(holds[expert])) for expert in first)
+    whole = len(replicas) == 1 and bool((group_of[:-1] >= 0).all())
+    single = all(len(of_group) == 1 for of_group in replicas)
     return LayerTable(
         num_experts,
         group_of,
-        holders,
+        replicas,
         tuple(first),
         whole,
         single,
-        tuple(of_group[0] for of_group in holders) if single else (),
-        tuple(range(len(holders))),
+        tuple(of_group[0] for of_group in replicas) if single else (),
+        tuple(range(len(replicas))),
         group_of.__array_interface__["data"][0],
     )

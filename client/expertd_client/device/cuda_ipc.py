@@ -18,7 +18,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device.session import DeviceSession
 from expertd_client.exchange.session import unanswered
 from expertd_client.transports.protocol import Transport
-from expertd_client.transports.shm.session import enter_session
+from expertd_client.transports.shm.connection import enter_session
 
 __all__ = ["NAME", "ask_for_session", "await_session", "device_index", "open_session"]
 

@@ -31,6 +31,7 @@ import torch
 from expertd.errors import UnavailableError
 from expertd.shm.client import Client
 from expertd.shm.cuda import cuda
+from expertd.shm.in_flight import SessionEndedError
 from expertd.shm.layout import (
     CALLS_OFFSET,
     GOOD,
@@ -45,7 +46,6 @@ from expertd.shm.layout import (
     Submission,
 )
 from expertd.shm.pool import Pool
-from expertd.shm.tickets import SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.device.copies import Copies, Launch
 from expertd_client.device.dlpack import tensor_at

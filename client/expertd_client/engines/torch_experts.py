@@ -7,8 +7,8 @@
     shared = shared_experts(hidden_states)                          # meanwhile
     y = experts.wait(started, shared) + shared
 
-Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device.way), and
-then neither call waits on this process; else they go through its memory.
+Tensors on a GPU of the server's host travel from GPU to GPU where that can be had (expertd_client.device.transport),
+and then neither call waits on this process; else they go through its memory.
 
 Both ways work inside torch.compile: each call is one node of the graph (expertd::forward, expertd::start,
 expertd::wait), never taken apart.  There are no gradients.
@@ -32,7 +32,7 @@ from torch import Tensor
 from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.result import ClusterResult
-from expertd_client.device.way import DeviceWay
+from expertd_client.device.transport import DeviceTransport
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import recorder
@@ -187,7 +187,7 @@ class RemoteExperts(torch.nn.Module):
             return fetch(like)
         return now.module("wait", self.layer, lambda: fetch(like))
 
-    def _way(self, x: Tensor) -> DeviceWay | None:
+    def _way(self, x: Tensor) -> DeviceTransport | None:
         device = _gpu_of(x)
         return None if device is None else self.forwarder.device_way(device)
 

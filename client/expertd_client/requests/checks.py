@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from expertd.codec import RequestForm
-from expertd.dtypes import DTYPE_BYTES, FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
+from expertd.common.dtypes import DTYPE_BYTES, FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
+from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError
-from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from expertd.trace_context import text_of
+from expertd.common.trace_context import text_of
 
 __all__ = ["current_traceparent"]
 

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import SCALED_COLUMNS, scales_of_row
+from expertd.common.dtypes import SCALED_COLUMNS, scales_of_row
 from expertd.e4m3 import quantizer, widener
 from expertd.errors import BadDtypeError, BadShapeError
 from expertd.v1 import expert_service_pb2 as pb

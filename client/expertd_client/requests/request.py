@@ -18,8 +18,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from expertd.codec import ForwardRequestView, RequestForm, encode_stream_request
+from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
-from expertd.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.checks import checked, form_of
 from expertd_client.requests.current_span import current_traceparent

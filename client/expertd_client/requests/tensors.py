@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expertd.codec import ScalesView, Spelling, TensorView
-from expertd.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name, scales_at, scales_of_row
+from expertd.common.dtypes import DTYPE_NAME, SCALED_COLUMNS, dtype_name, scales_at, scales_of_row
 from expertd.errors import BadDtypeError, BadResponseError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
@@ -260,7 +260,7 @@ def empty(tokens: int, hidden_size: int, number: int) -> NDArray[Any]:
 
 def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], device: Any) -> Any:
     """[n] u8 as `shape` of a DataType: numpy, or torch on `device` where it is not None; a view but on an
-    accelerator.  E4M3: in one piece (expertd.dtypes.scales_at), as E4m3."""
+    accelerator.  E4M3: in one piece (expertd.common.dtypes.scales_at), as E4m3."""
     if number == pb.DATA_TYPE_E4M3:
         M, H = shape
         scales = array[scales_at(M, H) :].view(np.float32).reshape(M, scales_of_row(H))

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from expertd_client.tracing.recorder import Module, Part, Trace, TracedCall
+from expertd_client.tracing.recorder import Module, SubRequestTrace, Trace, TracedCall
 from expertd_client.tracing.stages import Span, own_clock, placed
 
 __all__ = ["as_json", "attention", "clocks", "events"]
@@ -49,14 +49,14 @@ def events(trace: Trace) -> list[dict[str, Any]]:
         writer.put(caller, module.thread, Span(f"{module.name} {module.layer}", module.begin_ns, module.end_ns), about)
     for thread, gap in attention(trace.modules):
         writer.put(caller, thread, gap, {"what": "between two calls: attention, router, and what else the model does"})
-    lanes = _Lanes((m.thread, m.begin_ns, m.end_ns) for m in trace.modules)
+    lanes = _Tracks((m.thread, m.begin_ns, m.end_ns) for m in trace.modules)
     for call in sorted(calls, key=lambda c: c.begin_ns):
         track = lanes.of(call.thread, call.begin_ns, call.end_ns)
         for n, span in enumerate(_caller_spans(call)):
             about = {"layer": call.layer, "tokens": call.tokens} if n == 0 else {}
             writer.put(caller, track, span, about)
     same = _same_clock(calls)
-    at_servers = _Lanes(())
+    at_servers = _Tracks(())
     answered = [(part, call) for call in calls for part in call.answers]
     for part, call in sorted(answered, key=lambda found: found[0].begin_ns):
         server = f"{part.server} (clock: {_CLOCKS[same[part.server]]})"
@@ -65,7 +65,7 @@ def events(trace: Trace) -> list[dict[str, Any]]:
     return writer.events
 
 
-def _put_part(writer: _Writer, server: str, track: str, part: Part, call: TracedCall, same: bool) -> None:
+def _put_part(writer: _Writer, server: str, track: str, part: SubRequestTrace, call: TracedCall, same: bool) -> None:
     assert part.timing is not None
     t = part.timing
     about = {"layer": call.layer, "tokens": part.tokens, "transport": part.transport, "backend": t.backend}
@@ -116,7 +116,7 @@ def _same_clock(calls: Iterable[TracedCall]) -> dict[str, bool]:
     return same
 
 
-class _Lanes:
+class _Tracks:
     """Names of tracks on which what overlaps lies side by side.  modules: (thread, begin, end), which hold calls."""
 
     def __init__(self, modules: Iterable[tuple[str, int, int]]) -> None:

@@ -24,13 +24,13 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 
-__all__ = ["FROM_GPU_TO_GPU", "Module", "Part", "Trace", "TracedCall", "active", "trace"]
+__all__ = ["FROM_GPU_TO_GPU", "Module", "SubRequestTrace", "Trace", "TracedCall", "active", "trace"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(slots=True)
-class Part:
+class SubRequestTrace:
     """What one server was asked for in a call.
 
     transport     "shm", "inline", ...: what the session had agreed on
@@ -74,15 +74,15 @@ class TracedCall:
     split_ns: int = 0
     joined_ns: int = 0
     end_ns: int = 0
-    parts: list[Part] = field(default_factory=list)
+    parts: list[SubRequestTrace] = field(default_factory=list)
 
     def split(self) -> None:
         """The parts are known."""
         self.split_ns = time.monotonic_ns()
 
-    def part(self, server: str, tokens: int) -> Part:
+    def part(self, server: str, tokens: int) -> SubRequestTrace:
         """One of them is about to be sent."""
-        self.parts.append(Part(server, tokens))
+        self.parts.append(SubRequestTrace(server, tokens))
         return self.parts[-1]
 
     def answers_are_there(self) -> None:
@@ -111,7 +111,7 @@ class TracedCall:
         self.end()
 
     @property
-    def answers(self) -> list[Part]:
+    def answers(self) -> list[SubRequestTrace]:
         """The parts that count."""
         return [part for part in self.parts if part.timing is not None]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, Part, TracedCall
+from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, SubRequestTrace, TracedCall
 
 __all__ = ["SERVER", "STAGES", "Placed", "Span", "own_clock", "placed", "stages_of"]
 
@@ -45,14 +45,14 @@ class Placed(NamedTuple):
     clock: str
 
 
-def own_clock(part: Part) -> bool:
+def own_clock(part: SubRequestTrace) -> bool:
     """Whether the server's clock is this host's: then the request came to it within the round trip.  The clock of
     another host, which counts from its own start, is not within a millisecond of ours but by a rare chance."""
     arrival_ns = 0 if part.timing is None else part.timing.arrival_ns
     return part.begin_ns <= arrival_ns <= part.answered_ns
 
 
-def placed(part: Part, same_clock: bool) -> Placed:
+def placed(part: SubRequestTrace, same_clock: bool) -> Placed:
     """The stages of an answered part.  same_clock: own_clock() of every part that its server answered."""
     assert part.timing is not None
     lengths = _lengths(part.timing, part.answered_ns - part.begin_ns)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import Any
 
 from expertd.errors import ExpertdError, RequestCancelledError, UnavailableError
+from expertd.shm.in_flight import SPIN_NS, NoRoomError, RequestsInFlight, SessionEndedError
 from expertd.shm.layout import Completion
-from expertd.shm.tickets import SPIN_NS, NoRoomError, SessionEndedError, Tickets
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
@@ -46,7 +46,7 @@ class CoreConnection:
     what: str
     """In texts of errors."""
 
-    def __init__(self, client: Tickets, deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, client: RequestsInFlight, deliver: Deliver, closed: Closed) -> None:
         self._client = client
         self._deliver, self._closed = deliver, closed
         self._lock = threading.RLock()  # an answer may be collected, and give its memory back, at any moment
@@ -170,13 +170,13 @@ class CoreConnection:
 class BlockingConnection(CoreConnection):
     """One session, from any thread.  read(): for the thread that made it, until the session ends.
 
-    session      address of its expertd.shm.layout.Session, of use between use() and unuse()
+    session      address of its expertd.shm.layout.ConnectionHandle, of use between use() and unuse()
     most_bytes   of a message; 0 = no bound
     """
 
     most_bytes = 0
 
-    def __init__(self, client: Tickets, deliver: Deliver, closed: Closed) -> None:
+    def __init__(self, client: RequestsInFlight, deliver: Deliver, closed: Closed) -> None:
         super().__init__(client, deliver, closed)
         self._reader = threading.current_thread()
         self.session = C.addressof(client.session)
@@ -301,7 +301,7 @@ class AsyncConnection(CoreConnection):
 
     def __init__(
         self,
-        client: Tickets,
+        client: RequestsInFlight,
         deliver: Deliver,
         closed: Closed,
         loop: asyncio.AbstractEventLoop,

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from expertd.codec import ForwardResponseView, TensorView
-from expertd.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
+from expertd.common.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
+from expertd.common.trace_context import context_of
 from expertd.errors import TABLE, BadResponseError, ExpertdError
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
-from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.lent import Lent

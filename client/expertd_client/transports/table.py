@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 from expertd_client.transports.credentials import Credentials
 from expertd_client.transports.protocol import SessionTransport
-from expertd_client.transports.shm.session import AsyncShmTransport, ShmTransport
-from expertd_client.transports.tcp.session import AsyncTcpTransport, TcpTransport
+from expertd_client.transports.shm.connection import AsyncShmTransport, ShmTransport
+from expertd_client.transports.tcp.connection import AsyncTcpTransport, TcpTransport
 
 __all__ = ["TRANSPORTS", "Entry", "Make", "blocking_transports", "loop_transports"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.envelope import activation_of, fields, pack_layer, require_version, unpack_layer
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Direct, Packed
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.native import library as native
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Direct, Packed
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE

@@ -7,8 +7,8 @@ arithmetic.  The layout is that of `cpu`.
 from __future__ import annotations
 
 from expertd_kernels.backends import cpu
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from expertd_kernels.backends.scales import as_f32, as_stored, refuse_signs
 from expertd_kernels.backends.trtllm_layout import cut_segments, pad_segments, swizzle, unswizzle
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

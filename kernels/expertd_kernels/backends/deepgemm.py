@@ -25,8 +25,8 @@ from expertd_kernels.backends.glue import Glue, in_pieces
 from expertd_kernels.backends.glue_space import capacity, sorted_rows
 from expertd_kernels.backends.scales import as_f32, as_stored
 from expertd_kernels.backends.scratch import Shapes
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element

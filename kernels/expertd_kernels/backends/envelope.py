@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from expertd_kernels.protocol import Packed
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.protocol import Packed
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.serial import (

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from expertd_kernels.backends.envelope import activation_of, pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.rounding import round_groups, round_mx, round_nvfp4, round_static
 from expertd_kernels.backends.trtllm_layout import form_of, pack_matrix, unpack_matrix
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant

@@ -30,10 +30,10 @@ from expertd_kernels.backends.portable.space import CHUNK_TOKENS, Rounded, layer
 from expertd_kernels.backends.scratch import Layout
 from expertd_kernels.backends.xpu_layout import form_for as xpu_form
 from expertd_kernels.backends.xpu_layout import int4_group
+from expertd_kernels.common.problem import Problem
 from expertd_kernels.native import library as native
 from expertd_kernels.native.library import KernelMissingError
 from expertd_kernels.native.processor import cpu_features
-from expertd_kernels.problem import Problem
 from expertd_kernels.weights.canonical import CODE_DTYPE
 from expertd_kernels.weights.scheme import ActivationQuant, Element, ScaleType, Scheme
 

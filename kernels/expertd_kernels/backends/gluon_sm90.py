@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.gluon.weight_only.packed_matrix import pack_matrix, unpack_matrix
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 

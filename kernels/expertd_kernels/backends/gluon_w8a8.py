@@ -21,8 +21,8 @@ from torch import Tensor
 
 from expertd_kernels.backends.envelope import pack_layer, require_version, unpack_layer
 from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

@@ -30,8 +30,8 @@ from expertd_kernels.backends.envelope import activation_of, fields, pack_layer,
 from expertd_kernels.backends.glue import Glue, Places, in_pieces
 from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.scales import as_f32, as_stored
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json
@@ -157,7 +157,7 @@ def experts(packed: Packed, problem: Problem) -> HummingExperts:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _HummingPlan:
     """How a batch size is computed.  tuning: of w13 and w2, as JSON; block: rows of a block of each."""
 
     grouped: bool
@@ -177,7 +177,7 @@ class HummingExperts:
         self.intermediate = packed.meta["w2"]["shape"][2]
         self.vendor, self.device, self.prepare = vendor, device, prepare
         self.w13, self.w2 = (self._layer(packed, name, vendor, device) for name in ("w13", "w2"))
-        self.plans: dict[tuple[int, int], _Plan] = {}
+        self.plans: dict[tuple[int, int], _HummingPlan] = {}
 
     @staticmethod
     def _layer(packed: Packed, name: str, vendor: Any, device: torch.device) -> Any:
@@ -201,7 +201,7 @@ class HummingExperts:
         layer.transform()
         return layer
 
-    def plan(self, tokens: int, top_k: int) -> _Plan:
+    def plan(self, tokens: int, top_k: int) -> _HummingPlan:
         """The package's own choice of kernels for the next power of two of `tokens`, compiled."""
         tokens = 1 << (tokens - 1).bit_length()
         if (tokens, top_k) not in self.plans:
@@ -222,7 +222,7 @@ class HummingExperts:
                 for each in todo:
                     each.result()
             blocks = tuple(int(c["block_shape"][0]) for c in chosen)
-            self.plans[tokens, top_k] = _Plan(grouped, compute, (first, second), (blocks[0], blocks[1]))
+            self.plans[tokens, top_k] = _HummingPlan(grouped, compute, (first, second), (blocks[0], blocks[1]))
         return self.plans[tokens, top_k]
 
     def __call__(
@@ -248,7 +248,7 @@ class HummingExperts:
             glue = Glue(x, ids, weights, self.num_experts, shapes, *plan.block)
             self._indexed(glue, plan, out, weighted)
 
-    def _sorted(self, glue: Glue, plan: _Plan, out: Tensor, weighted: bool) -> None:
+    def _sorted(self, glue: Glue, plan: _HummingPlan, out: Tensor, weighted: bool) -> None:
         x, h, a, y = (glue.parts[name] for name in "xhay")
         places = glue.place(1)
         common = {"expert_layout": places.start, "valid_shape_m": glue.routes, "compute_config": plan.compute}
@@ -258,7 +258,7 @@ class HummingExperts:
         self.w2(a, outputs=y, tuning_config=plan.tuning[1], **common)
         glue.combine(y, out, weighted, places)
 
-    def _indexed(self, glue: Glue, plan: _Plan, out: Tensor, weighted: bool) -> None:
+    def _indexed(self, glue: Glue, plan: _HummingPlan, out: Tensor, weighted: bool) -> None:
         h, a, y = (glue.parts[name] for name in "hay")
 
         def table(p: Places) -> dict[str, Any]:

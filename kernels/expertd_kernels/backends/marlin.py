@@ -19,8 +19,8 @@ from expertd_kernels.backends.envelope import activation_of, fields, pack_layer,
 from expertd_kernels.backends.glue import Glue, Places, in_pieces
 from expertd_kernels.backends.glue_space import between
 from expertd_kernels.backends.marlin_layout import pack_matrix, padded_rows, unpack_matrix
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element, Scheme
 from expertd_kernels.weights.serial import scheme_from_json

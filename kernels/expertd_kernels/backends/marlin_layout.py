@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.scales import as_f32
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE
 from expertd_kernels.weights.scheme import ScaleType
 

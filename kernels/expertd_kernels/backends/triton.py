@@ -18,8 +18,8 @@ from expertd_kernels.backends.envelope import activation_of, fields, pack_layer,
 from expertd_kernels.backends.portable.experts import TritonExperts
 from expertd_kernels.backends.portable.layout import Layout, pack_matrix, unpack_matrix
 from expertd_kernels.backends.portable.matrix import Matrix
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ActivationQuant, Element
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.canonical import SCALE_DTYPE, QuantTensor
 from expertd_kernels.weights.scheme import WHOLE, Element, ScaleType, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

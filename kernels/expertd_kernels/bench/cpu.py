@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from expertd_kernels.bench.cpu_layer import OURS, READ, RUNS, Maker, shape_of
-from expertd_kernels.bench.cpu_turns import Key, Plan, Sample, generation
+from expertd_kernels.bench.cpu_turns import Key, Sample, TurnsPlan, generation
 from expertd_kernels.bench.points import write_points
 from expertd_kernels.native import library as native
 from expertd_kernels.oracle.probe import cpu_name
 from expertd_kernels.weights.scheme import Element, Scheme
 
-__all__ = ["OURS", "READ", "RUNS", "Row", "fraction", "machine", "run", "shape_of", "table"]
+__all__ = ["OURS", "READ", "RUNS", "CpuMeasurement", "fraction", "machine", "run", "shape_of", "table"]
 
 SHAPES = ("qwen3-30b-a3b",)
 SCHEME = "int4_g128"
@@ -42,7 +42,7 @@ INTEGERS = ("int4", "int8", "mxfp4", "nvfp4")
 
 
 @dataclass(frozen=True)
-class Row:
+class CpuMeasurement:
     """One point of one backend: medians over the processes.  us: of a call; fastest_us, slowest_us: of the processes'
     medians.  gb_s: bytes of the distinct experts' weights, as formats store them, over the time.  gflop_s: 2 x
     multiply-adds of the routes over the time.  read_fraction, runs_fraction: time of a plain read in the same process,
@@ -91,7 +91,7 @@ def fraction(scheme: str, gb_s: float, gflop_s: float, top: Mapping[str, float],
     return max((gb_s / top["read_gb_s"], "read"), (gflop_s / peak, "arithmetic"))
 
 
-def row_of(key: Key, backend: str, found: Sequence[Sample], peaks: Mapping[str, float]) -> Row:
+def row_of(key: Key, backend: str, found: Sequence[Sample], peaks: Mapping[str, float]) -> CpuMeasurement:
     """found: of one process each."""
     shape, scheme, threads, M = key
 
@@ -101,14 +101,14 @@ def row_of(key: Key, backend: str, found: Sequence[Sample], peaks: Mapping[str, 
     gb_s, gflop_s, read = median("gb_s"), median("gflop_s"), median("read_fraction")
     share, bound = fraction(scheme, gb_s, gflop_s, {**peaks, "read_gb_s": gb_s / read}, found[0].eight_bits)
     us, error = [s.us for s in found], max(s.relative_error for s in found)
-    return Row(shape, scheme, backend, threads, M, median("us"), gb_s, gflop_s, share, bound, error, read,
+    return CpuMeasurement(shape, scheme, backend, threads, M, median("us"), gb_s, gflop_s, share, bound, error, read,
                median("runs_fraction"), min(us), max(us), len(found))  # fmt: skip
 
 
 HEAD = "row                  M       ms  (of processes)   GB/s of read of runs    error"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[CpuMeasurement]) -> str:
     """Lines of at most 80 characters."""
     out: list[str] = []
     for shape, scheme, threads in dict.fromkeys((r.shape, r.scheme, r.threads) for r in rows):
@@ -121,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(out[1:])
 
 
-def _line(r: Row) -> str:
+def _line(r: CpuMeasurement) -> str:
     spread = f"({_ms(r.fastest_us)}-{_ms(r.slowest_us)})"
     error = "" if r.backend in (READ, RUNS) else f"{r.relative_error:.1e}"
     shares = f"{r.read_fraction * 100:5.0f} % {r.runs_fraction * 100:5.0f} %"
@@ -138,7 +138,7 @@ def _load_average() -> str:
     return " ".join(f"{x:.1f}" for x in os.getloadavg()) if hasattr(os, "getloadavg") else "unknown"
 
 
-def _plan(args: argparse.Namespace, others: Mapping[str, Maker]) -> Plan:
+def _plan(args: argparse.Namespace, others: Mapping[str, Maker]) -> TurnsPlan:
     """ValueError for a name that is not known."""
     quick = args.quick
     shapes = [shape_of(name).name for name in args.shape or SHAPES]
@@ -148,7 +148,7 @@ def _plan(args: argparse.Namespace, others: Mapping[str, Maker]) -> Plan:
         four = Scheme.parse(scheme).element is Element.INT4
         return args.backend or (OURS if four else OURS[:1])
 
-    return Plan(
+    return TurnsPlan(
         layers=[(shape, scheme) for shape in shapes for scheme in schemes],
         rows=rows,
         others=others,
@@ -160,7 +160,7 @@ def _plan(args: argparse.Namespace, others: Mapping[str, Maker]) -> Plan:
 
 
 def _say_missing(
-    plan: Plan, found: Mapping[Key, Mapping[str, Sequence[Sample]]], processes: int, say: Callable[[str], None]
+    plan: TurnsPlan, found: Mapping[Key, Mapping[str, Sequence[Sample]]], processes: int, say: Callable[[str], None]
 ) -> None:
     """Names the points that were not timed at all; the others' numbers of processes are in their rows."""
     every = [(*layer, t, M) for layer in plan.layers for t in plan.threads for M in plan.tokens]

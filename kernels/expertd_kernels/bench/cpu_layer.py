@@ -20,12 +20,12 @@ from torch import Tensor
 from expertd_kernels.backends import cpu
 from expertd_kernels.bench.cpu_memory import Evictor, Reader, RunsReader
 from expertd_kernels.bench.prepared import Prepared
-from expertd_kernels.builder import build, problem_of
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.native import library as native
 from expertd_kernels.oracle.decision import NoBackendError, decide
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
+from expertd_kernels.packed.builder import build, problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.cpu import CpuExperts
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.native import library as native
 from expertd_kernels.native.cores import SYSTEM
-from expertd_kernels.protocol import Packed
 
 __all__ = ["Evictor", "Reader", "RunsReader", "last_level_cache"]
 

@@ -19,7 +19,7 @@ from typing import Any
 from expertd_kernels.bench.cpu_layer import OURS, READ, RUNS, Maker, Point, TimedLayer, ceilings, settle
 from expertd_kernels.bench.faults import WorkerError
 
-__all__ = ["Key", "Plan", "Sample", "generation", "samples"]
+__all__ = ["Key", "TurnsPlan", "Sample", "generation", "samples"]
 
 TURNS = 2
 """Of each process at a point, the second in the opposite order."""
@@ -45,7 +45,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TurnsPlan:
     """What every generation times.  rows: of a scheme's name: those of OURS, and other backends; seconds: of a row at a
     point in a process."""
 
@@ -178,14 +178,14 @@ def samples(points: Sequence[Point], taken: Mapping[str, Sequence[float]]) -> di
     }
 
 
-def _kinds(plan: Plan) -> dict[str, tuple[str, ...]]:
+def _kinds(plan: TurnsPlan) -> dict[str, tuple[str, ...]]:
     """Process -> the rows of backends in it, of those that any scheme of the plan asks for; a peer's has none."""
     rows = list(dict.fromkeys(name for _, scheme in plan.layers for name in plan.rows(scheme)))
     apart = {name: (name,) for name in rows if name not in OURS}
     return {OURS_PROCESS: tuple(name for name in rows if name in OURS), **apart, **dict.fromkeys(plan.others, ())}
 
 
-def _layer(plan: Plan, process: str, rows: Sequence[str], shape: str, scheme: str) -> tuple[Any, ...]:
+def _layer(plan: TurnsPlan, process: str, rows: Sequence[str], shape: str, scheme: str) -> tuple[Any, ...]:
     """Arguments of TimedLayer."""
     others = {process: plan.others[process]} if process in plan.others else {}
     wanted = [row for row in rows if row in plan.rows(scheme)]
@@ -193,7 +193,7 @@ def _layer(plan: Plan, process: str, rows: Sequence[str], shape: str, scheme: st
 
 
 def generation(
-    plan: Plan, over: Callable[[], bool], peaks: dict[str, dict[str, float]], say: Callable[[str], None]
+    plan: TurnsPlan, over: Callable[[], bool], peaks: dict[str, dict[str, float]], say: Callable[[str], None]
 ) -> Iterator[tuple[Key, dict[str, Sample]]]:
     """Each point as it was timed by new processes; ends where over() is true before one.  peaks: filled with the
     ceilings of each number of threads where it is empty."""

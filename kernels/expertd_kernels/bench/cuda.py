@@ -29,15 +29,15 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.bench.cuda_timing import Ceilings, ceilings, graph_times
+from expertd_kernels.bench.measurements import picked
 from expertd_kernels.bench.points import write_points
-from expertd_kernels.bench.rows import picked
 from expertd_kernels.bench.workers import NoResult, run_tasks
-from expertd_kernels.builder import build, problem_of
+from expertd_kernels.common.protocol import Experts
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import NoBackendError, decide
 from expertd_kernels.oracle.probe import detect_device, installed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.protocol import Experts
-from expertd_kernels.refused import Refused
+from expertd_kernels.packed.builder import build, problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.float32 import reference
@@ -45,7 +45,7 @@ from expertd_kernels.weights.models import MODELS, ModelShape
 from expertd_kernels.weights.numerics import relative_error, tolerance
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 
-__all__ = ["Ceilings", "Row", "ceilings", "graph_times", "input_sets", "machine", "run", "shape_of"]
+__all__ = ["Ceilings", "CudaMeasurement", "ceilings", "graph_times", "input_sets", "machine", "run", "shape_of"]
 
 DEFAULT_TOKENS = (1, 8, 32, 128, 512, 2048, 8192)
 SUITE = (
@@ -80,7 +80,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Row:
+class CudaMeasurement:
     """One point.  gb_s: weight bytes of the distinct experts over the time.  roofline_fraction: the larger of
     bytes / read ceiling and FLOP / ceiling of the products, over the time.  Without a time these four are None;
     relative_error is None where an answer was not finite or there was none."""
@@ -250,7 +250,7 @@ def points(
     top: Ceilings,
     how: ActivationQuant = ActivationQuant.NONE,
     others: Mapping[str, Callable[[Weights], Experts]] | None = None,
-) -> list[Row]:
+) -> list[CudaMeasurement]:
     """All rows of one layer, with activations rounded `how`.  One whose error is above the tolerance gets no time.
     others: what is no row of the table but is timed beside them."""
     weights = _weights(shape, scheme)
@@ -277,7 +277,9 @@ def points(
                 for f in (time_us, nbytes / time_us / 1e3, flop / time_us / 1e3, floor / time_us, errors[name])
             )
             rows.append(
-                Row(shape.name, scheme.name, name, routing, M, us, gb_s, gflop_s, fraction, error, limit, how.value)
+                CudaMeasurement(
+                    shape.name, scheme.name, name, routing, M, us, gb_s, gflop_s, fraction, error, limit, how.value
+                )
             )
             print(_line(rows[-1]), file=sys.stderr, flush=True)
         del sets
@@ -289,7 +291,7 @@ def _caller(experts: Experts, sets: Sequence[Inputs]) -> Callable[[int], object]
     return lambda i: experts(*sets[i], out=outs[i])
 
 
-def _line(r: Row) -> str:
+def _line(r: CudaMeasurement) -> str:
     point = f"{r.shape:20s} {r.scheme:16s} {r.backend:12s} {r.routing:8s} M {r.M:5d}"
     error = "not finite" if r.relative_error is None else f"{r.relative_error:.1e}"
     if r.us is None or r.gb_s is None or r.gflop_s is None or r.roofline_fraction is None:

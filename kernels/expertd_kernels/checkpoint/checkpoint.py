@@ -204,7 +204,7 @@ def _all_tensors(layer: LayerTensors) -> list[Stored]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """ "3-60" or "1, 3, 5-7".  Here and not expertd.ranges: the kernels do not import the contract."""
+    """ "3-60" or "1, 3, 5-7".  Here and not expertd.common.ranges: the kernels do not import the contract."""
     out: list[list[int]] = []
     for n in sorted(numbers):
         if out and n == out[-1][1] + 1:

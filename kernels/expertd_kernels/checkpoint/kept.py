@@ -11,11 +11,11 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from expertd_kernels.atomic_file import replacing
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.names import LayerTensors, group_by_layer
 from expertd_kernels.checkpoint.tensors import Counter, Shard, Stored
+from expertd_kernels.common.atomic_file import replacing
 
 __all__ = ["filled", "open_kept", "stored_of", "write_layer"]
 

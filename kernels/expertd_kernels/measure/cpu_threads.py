@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from expertd_kernels.backends import cpu
+from expertd_kernels.common.problem import Problem
 from expertd_kernels.native import library as native
 from expertd_kernels.native.cores import cpu_quota, most_threads, physical_cores
-from expertd_kernels.problem import Problem
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 __all__ = ["candidates", "choose", "measured_threads"]

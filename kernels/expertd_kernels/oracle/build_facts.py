@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from expertd_kernels.problem import Package
+from expertd_kernels.common.problem import Package
 
 __all__ = ["CUDA_COMPILER", "FACTS", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM"]
 

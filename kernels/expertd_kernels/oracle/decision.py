@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from expertd_kernels.common.problem import Device, Problem
 from expertd_kernels.oracle import table
+from expertd_kernels.oracle.backend import Backend, DeviceRange, Grade, SchemeSupport
 from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
-from expertd_kernels.oracle.row import Backend, DeviceRange, Grade, SchemeSupport
 from expertd_kernels.oracle.rules import RULES, grade, judge
-from expertd_kernels.problem import Device, Problem
 
 __all__ = [
     "Backend",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from expertd_kernels.problem import NAMED_DEVICES, Device
+from expertd_kernels.common.problem import NAMED_DEVICES, Device
 
 __all__ = ["KINDS", "PRODUCTS", "arch_of", "cuda_device", "named_device", "rocm_device", "xpu_device"]
 

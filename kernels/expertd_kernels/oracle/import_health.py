@@ -10,7 +10,7 @@ import logging
 import sys
 from pathlib import Path
 
-from expertd_kernels.atomic_file import replacing
+from expertd_kernels.common.atomic_file import replacing
 
 __all__ = ["IMPORT_NAME", "OTHER_NAMES", "ImportHealth", "installed_as"]
 

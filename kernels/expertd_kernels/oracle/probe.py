@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from expertd_kernels.common.problem import Device, Package
 from expertd_kernels.native.processor import cpu_features, cpu_info
+from expertd_kernels.oracle.backend import CPU_KERNEL
 from expertd_kernels.oracle.build_facts import FACTS
 from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.devices import cuda_device, rocm_device, xpu_device
 from expertd_kernels.oracle.import_health import ImportHealth, installed_as
 from expertd_kernels.oracle.intel_gpus import xe_generation
-from expertd_kernels.oracle.row import CPU_KERNEL
-from expertd_kernels.problem import Device, Package
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,10 @@ from functools import cache
 
 from packaging.specifiers import SpecifierSet
 
+from expertd_kernels.common.problem import Device, Package, Problem
+from expertd_kernels.oracle.backend import CPU_KERNEL, Backend, DeviceRange, Grade, SchemeSupport
 from expertd_kernels.oracle.build_facts import FACTS
 from expertd_kernels.oracle.refusal import Refusal, RefusalKind, Remedy
-from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, Grade, SchemeSupport
-from expertd_kernels.problem import Device, Package, Problem
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 

@@ -13,11 +13,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from expertd_kernels.common.problem import NAMED_DEVICES, Device, Problem
 from expertd_kernels.oracle.decision import Backend, decide
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import NAMED_DEVICES, Device, Problem
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 

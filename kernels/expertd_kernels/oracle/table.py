@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from expertd_kernels.oracle.backend import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
 from expertd_kernels.oracle.build_facts import CUDA_COMPILER, FLASHINFER_CUTLASS, FLASHINFER_TRTLLM
-from expertd_kernels.oracle.row import CPU_KERNEL, Backend, DeviceRange, SchemeSupport
 from expertd_kernels.weights.activation import ActivationKind
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType
 

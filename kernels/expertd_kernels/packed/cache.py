@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from expertd_kernels.oracle.row import Backend
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
+from expertd_kernels.oracle.backend import Backend
 from expertd_kernels.packed.file import (
     ALIGN,
     CacheError,
@@ -30,9 +32,7 @@ from expertd_kernels.packed.file import (
     read_packed,
     write_packed,
 )
-from expertd_kernels.packed.proof import Proof
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.packed.integrity import IntegrityRecord
 from expertd_kernels.weights.serial import activation_to_json, scheme_to_json
 
 # Why it is so: decision 35 in DECISIONS.md.
@@ -136,7 +136,9 @@ class PackedCache:
         except CacheError as e:
             return Found("damaged", str(e))
 
-    def store(self, facts: Mapping[str, Any], packed: Packed, proof: Proof | None = None, replace: bool = True) -> Path:
+    def store(
+        self, facts: Mapping[str, Any], packed: Packed, proof: IntegrityRecord | None = None, replace: bool = True
+    ) -> Path:
         """Write the entry and remove those that it supersedes; returns its path.  Raises OSError.
 
         replace: False keeps one that another process has written meanwhile, so that both map the same file.

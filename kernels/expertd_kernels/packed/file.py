@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from expertd_kernels.atomic_file import replacing
+from expertd_kernels.common.atomic_file import replacing
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.packed.header import ALIGN, Header, HeaderError, TensorPlace, aligned
+from expertd_kernels.packed.integrity import IntegrityRecord
 from expertd_kernels.packed.mapping import CacheError, EntryFile
-from expertd_kernels.packed.proof import Proof
-from expertd_kernels.protocol import Packed
 
 __all__ = [
     "ALIGN",
@@ -62,7 +62,7 @@ class Entry:
     None where they are memory of their own."""
 
     packed: Packed
-    proof: Proof | None
+    proof: IntegrityRecord | None
     file: EntryFile | None = None
 
 
@@ -80,7 +80,7 @@ def checksum(t: Tensor) -> str:
 
 
 def write_packed(
-    path: Path, packed: Packed, facts: Mapping[str, Any], proof: Proof | None = None, keep: bool = False
+    path: Path, packed: Packed, facts: Mapping[str, Any], proof: IntegrityRecord | None = None, keep: bool = False
 ) -> None:
     """Write `packed` to `path`, whole or not at all.  facts: JSON-able, what the entry was made from; keep: what stands
     there by then stays.  Raises OSError."""
@@ -144,7 +144,7 @@ def read_entry(
     parts: dict[str, dict[str, Tensor]] = {"packed": {}, "proof": {}}
     for place, t in zip(header.tensors, kept, strict=True):
         parts[place.part][place.name] = t
-    proof = Proof.of(parts["proof"]) if parts["proof"] else None
+    proof = IntegrityRecord.of(parts["proof"]) if parts["proof"] else None
     served = None if away or not file.mapped else file
     return Entry(Packed(header.backend, parts["packed"], header.meta), proof, served)
 

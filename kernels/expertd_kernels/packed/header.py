@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from expertd_kernels.packed.proof import Proof
+from expertd_kernels.packed.integrity import IntegrityRecord
 
 __all__ = ["ALIGN", "Header", "HeaderError", "TensorPlace", "aligned"]
 
@@ -108,8 +108,10 @@ class Header:
         if len(set(names)) != len(names):
             raise HeaderError(f"tensor {next(n for n in names if names.count(n) > 1)[1]} stands there twice")
         proof = {name for part, name in names if part == "proof"}
-        if proof and not Proof.NEEDED <= proof <= Proof.NEEDED | Proof.OPTIONAL:
-            raise HeaderError(f"its proof has {', '.join(sorted(proof))}, want {', '.join(sorted(Proof.NEEDED))}")
+        if proof and not IntegrityRecord.NEEDED <= proof <= IntegrityRecord.NEEDED | IntegrityRecord.OPTIONAL:
+            raise HeaderError(
+                f"its proof has {', '.join(sorted(proof))}, want {', '.join(sorted(IntegrityRecord.NEEDED))}"
+            )
 
 
 def _place(found: Any) -> TensorPlace:

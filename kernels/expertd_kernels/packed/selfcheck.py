@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove, reference_rows
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Experts
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Experts
+from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove, reference_rows
 from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.numerics import relative_error, tolerance
 
@@ -69,7 +69,7 @@ def self_check(
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | None = None) -> SelfCheck:
+def check(experts: Experts, proof: IntegrityRecord, problem: Problem, weights: Weights | None = None) -> SelfCheck:
     """Run `experts` on the proof's batch and compare.  ValueError without `weights` where the proof has no accepted
     answer: some rows would not be judged."""
     start = time.perf_counter()
@@ -105,13 +105,13 @@ def check(experts: Experts, proof: Proof, problem: Problem, weights: Weights | N
     )
 
 
-def accept(experts: Experts, proof: Proof, problem: Problem) -> Proof:
+def accept(experts: Experts, proof: IntegrityRecord, problem: Problem) -> IntegrityRecord:
     """The condensed proof, with what `experts`, which have passed check(), give for it."""
     small = proof.condense()
     return small.accept(_call(experts, small, len(small.x), problem))
 
 
-def _call(experts: Experts, proof: Proof, rows: int, problem: Problem) -> Tensor:
+def _call(experts: Experts, proof: IntegrityRecord, rows: int, problem: Problem) -> Tensor:
     """[rows, H] f32 of one call with the first rows, into a poisoned buffer."""
     x = proof.x[:rows]
     out = torch.full_like(x, float("nan"))
@@ -148,7 +148,7 @@ def _row_fault(error: float, slot: int, limit: float) -> str:
     return f"relative error {error:.3g} in the row of expert slot {slot}, want <= {ROW_SLACK * limit:g}"
 
 
-def _fault_of_strange(out: Tensor, proof: Proof, weights: Weights, problem: Problem, limit: float) -> str:
+def _fault_of_strange(out: Tensor, proof: IntegrityRecord, weights: Weights, problem: Problem, limit: float) -> str:
     """Why a row without a reference fails; the first few of a strange size are compared with their reference."""
     first = len(proof.expected)
     norms = out.double().norm(dim=1)
@@ -164,7 +164,7 @@ def _fault_of_strange(out: Tensor, proof: Proof, weights: Weights, problem: Prob
     return ""
 
 
-def _fault_of_accepted(out: Tensor, proof: Proof, limit: float) -> str:
+def _fault_of_accepted(out: Tensor, proof: IntegrityRecord, limit: float) -> str:
     """Why a row differs from the accepted answer; "" where there is none or no row does."""
     if proof.accepted is None:
         return ""

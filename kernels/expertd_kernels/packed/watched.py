@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from expertd_kernels.common.protocol import Experts, ExpertsLostError
 from expertd_kernels.packed.mapping import EntryFile
-from expertd_kernels.protocol import Experts, ExpertsLostError
 
 # Why it is so: decision 81 in DECISIONS.md.
 __all__ = ["WatchedExperts"]

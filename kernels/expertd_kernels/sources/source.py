@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from expertd_kernels.problem import Device, Package, Problem
+from expertd_kernels.common.problem import Device, Package, Problem
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.scheme import ActivationQuant, Scheme
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from expertd import bounds
 from expertd.codec.decode import decode_stream_response
 from expertd.codec.library import RAW_ANSWER, library
 from expertd.codec.values import ForwardResponseView, StreamResponseView, TensorView
+from expertd.common import bounds
 from expertd.errors import BadResponseError, ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from expertd import bounds
 from expertd.codec.generated import request_view, response_view, stream_request_view, stream_response_view
 from expertd.codec.library import HeadRead, Range, RequestRead, ResponseRead, TensorRead, library
 from expertd.codec.values import (
@@ -26,6 +25,7 @@ from expertd.codec.values import (
     StreamResponseView,
     TensorView,
 )
+from expertd.common import bounds
 from expertd.errors import ExpertdError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 

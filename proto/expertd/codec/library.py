@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-from expertd.bounds import MAX_RANK
+from expertd.common.bounds import MAX_RANK
 from expertd.cxx import stale
 
 __all__ = ["LIBRARY", "RAW_ANSWER", "HeadRead", "Range", "RequestRead", "ResponseRead", "TensorRead", "library"]

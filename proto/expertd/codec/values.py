@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from expertd.dtypes import SCALED_COLUMNS, scales_at
+from expertd.common.dtypes import SCALED_COLUMNS, scales_at
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
@@ -73,7 +73,7 @@ class TensorView:
 
     @classmethod
     def of_piece(cls, dtype: int, shape: tuple[int, int], memory: Buffer) -> TensorView:
-        """[M, H] in one piece of memory of u8, E4M3 with its scales behind it (expertd.dtypes.tensor_bytes)."""
+        """[M, H] in one piece of memory of u8, E4M3 with its scales behind it (expertd.common.dtypes.tensor_bytes)."""
         if dtype != pb.DATA_TYPE_E4M3:
             return cls.of_raw(dtype, shape, memory)
         M, H = shape

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes as C
 
+from expertd.shm.in_flight import SPIN_NS, RequestsInFlight
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.library import library
 from expertd.shm.region import Region, RegionError
-from expertd.shm.tickets import SPIN_NS, Tickets
 
 __all__ = ["Client"]
 
 
-class Client(Tickets):
+class Client(RequestsInFlight):
     """Owns the region.  send() and call() copy the tensors into the arena."""
 
     full = "the session's memory is in use, by requests and by answers that were not released"

@@ -24,7 +24,7 @@ __all__ = [
     "ROUTER_WEIGHT_ON_INPUT",
     "Completion",
     "DeviceCalls",
-    "Session",
+    "ConnectionHandle",
     "Submission",
     "Tensors",
     "arena_offset",
@@ -134,7 +134,7 @@ class Tensors(C.Structure):
     ]
 
 
-class Session(C.Structure):
+class ConnectionHandle(C.Structure):
     """A session by the functions of its library, for C++ that waits for several of them.  Of the client alone.
 
     arena    address of the arena; 0: messages carry the tensors
@@ -149,7 +149,7 @@ class Session(C.Structure):
     ]
 
     @classmethod
-    def of(cls, client: int, arena: int, library: Any) -> Session:
+    def of(cls, client: int, arena: int, library: Any) -> ConnectionHandle:
         """library: expertd.shm.library.library(), or TCP's."""
         names = [str(name) for name, *_ in cls._fields_[2:]]
         calls = {name: C.cast(f, C.c_void_p).value for name in names if (f := getattr(library, name, None)) is not None}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import socket
 
+from expertd.shm.in_flight import RequestsInFlight
 from expertd.shm.layout import ENTRIES, Submission
-from expertd.shm.tickets import Tickets
 from expertd.tcp.library import library
 
 # Why it is so: decision 125 in DECISIONS.md.
 __all__ = ["Client"]
 
 
-class Client(Tickets):
+class Client(RequestsInFlight):
     """Owns the socket, which has been entered.  send() and call() write the tensors from where they lie, and drain()
     writes what waits, too."""
 

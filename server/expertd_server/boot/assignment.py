@@ -12,10 +12,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from expertd.ranges import format_ranges
+from expertd.common.ranges import format_ranges
+from expertd_kernels.common.problem import Device, Package
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Decision, decide
-from expertd_kernels.problem import Device, Package
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.config.serve import ServeConfig

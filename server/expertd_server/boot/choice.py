@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from expertd_kernels.measure.tournament import Result, choose, with_results
+from expertd_kernels.measure.autotuning import Result, choose, with_results
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.decision import Backend, Decision, NoBackendError, Refusal
 from expertd_server.boot.assignment import BootError

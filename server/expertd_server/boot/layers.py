@@ -2,7 +2,7 @@
 
     plan -> (cache or load and pack) -> self-check -> warm-up, layer by layer
 
-With `--oracle measure` the first layer of each distinct problem runs a tournament first.  Everything that may fail
+With `--oracle measure` the first layer of each distinct problem runs an autotuning run first.  Everything that may fail
 before the first answer fails here, with one sentence (BootError).
 """
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from expertd_kernels.measure.tournament import BucketedExperts
+from expertd_kernels.common.protocol import Experts, takes_e4m3
+from expertd_kernels.measure.autotuning import BucketedExperts
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.protocol import Experts, takes_e4m3
 from expertd_server.boot.ahead import ReadAhead, storage_bytes
 from expertd_server.boot.assignment import Assignment, BootError
+from expertd_server.boot.autotuning import Autotuning
 from expertd_server.boot.choice import BackendRejectedError, Choice
-from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import give_back, hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
 from expertd_server.boot.slowed import SlowedExperts
@@ -56,7 +56,7 @@ class Booted:
 def boot_layer(
     assignment: Assignment,
     workshop: Workshop,
-    oracle: Tournaments | None = None,
+    oracle: Autotuning | None = None,
     ahead: ReadAhead | None = None,
     *,
     measure: bool = True,
@@ -151,7 +151,7 @@ def boot_layers(
     assignments: Sequence[Assignment],
     workshop: Workshop,
     *,
-    oracle: Tournaments | None = None,
+    oracle: Autotuning | None = None,
     done: Callable[[Booted], None] = lambda b: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Booted]:

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from expertd.ranges import format_ranges
+from expertd.common.ranges import format_ranges
 from expertd_server.boot.assignment import Assignment, BootError, WrongOptionError
 from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.sizes import (
-    LANES,
+    BATCH_SLOTS,
     MOST_OTHERS,
     MOST_POOLS,
     POOL_BYTES,
+    batch_slot_bytes,
+    batch_slot_routes,
     graph_count,
-    lane_bytes,
-    lane_routes,
     padded,
 )
 
@@ -56,7 +56,7 @@ _ALIGNMENT = 512
 GRAPH_BYTES = 64 << 10
 """Of a captured graph of a layer's launches: 58 to 60 KiB in the mean of a thousand and two thousand (H200)."""
 TABLE_BYTES = 8 * 8 + 8
-"""Of a row in a batch's table and among its verdicts, in pinned memory (expertd_kernels/rows/table.py)."""
+"""Of a row in a batch's table and among its verdicts, in pinned memory (expertd_kernels/backends/gather/table.py)."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
     size = 4 if config.compute == "f32" else 2
     hidden = max((a.info.hidden_size for a, _, _ in chosen), default=0)
     most_routes = max(
-        (lane_routes(config.max_tokens, a.info.top_k, a.info.num_experts) for a, _, _ in chosen), default=0
+        (batch_slot_routes(config.max_tokens, a.info.top_k, a.info.num_experts) for a, _, _ in chosen), default=0
     )
     in_place = all(row.in_place for _, row, _ in chosen)
     taken = {a.info.layer: row.takes_e4m3(problem) for a, row, problem in chosen}
     coded = max((a.info.hidden_size for a, _, _ in chosen if taken[a.info.layer]), default=0)
-    buffers = LANES * lane_bytes(tokens, hidden, most_routes, size, in_place, coded)
+    buffers = BATCH_SLOTS * batch_slot_bytes(tokens, hidden, most_routes, size, in_place, coded)
     captured = [
         (a.info.hidden_size, routes[a.info.layer], taken[a.info.layer])
         for a, row, _ in chosen
@@ -152,7 +152,8 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
         graphs,
         CONTEXT_BYTES[kind],
         2 * canonical + (BOOT_BYTES.get(kind, 0) if chosen else 0),
-        LANES * lane_bytes(tokens, hidden, most_routes, size, False) + (LANES * tokens * TABLE_BYTES if chosen else 0),
+        BATCH_SLOTS * batch_slot_bytes(tokens, hidden, most_routes, size, False)
+        + (BATCH_SLOTS * tokens * TABLE_BYTES if chosen else 0),
         2 * canonical,
         config.memory_limit,
         shared=shared,

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.backends.rounding import round_groups
-from expertd_kernels.builder import experts_of, pack
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import CompiledExperts, E4m3Experts, Experts, Packed, takes_e4m3
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import Backend
 from expertd_kernels.oracle.probe import device_fault
+from expertd_kernels.packed.builder import experts_of, pack
 from expertd_kernels.packed.cache import Found, PackedCache
-from expertd_kernels.packed.proof import Proof, boot_reference_experts, prove
+from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import SMALL_BATCHES, SelfCheck, accept, check
 from expertd_kernels.packed.watched import WatchedExperts
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import CompiledExperts, E4m3Experts, Experts, Packed, takes_e4m3
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_kernels.weights.digest import expert_digests
@@ -134,7 +134,7 @@ class LayerWeights:
         self._assignment, self._workshop = assignment, workshop
         self._ahead = ahead or ReadAhead(workshop.source)
         self._weights: Weights | None = None
-        self._proof: Proof | None = None
+        self._proof: IntegrityRecord | None = None
 
     def weights(self) -> Weights:
         """On the device.  Raises BootError."""
@@ -151,7 +151,7 @@ class LayerWeights:
             self._ahead.go_on(assignment)
         return self._weights
 
-    def proof(self) -> Proof:
+    def proof(self) -> IntegrityRecord:
         """The batch with the reference's answer, the same for every backend of the layer."""
         if self._proof is None:
             weights, problem = self.weights(), self._assignment.decision.problem
@@ -313,7 +313,7 @@ def _compile(experts: Experts, assignment: Assignment, rows: int, workshop: Work
     workshop.compiled.add(kind)
 
 
-def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: Proof, damaged: bool) -> bool:
+def _kept(workshop: Workshop, facts: dict[str, Any], packed: Packed, proof: IntegrityRecord, damaged: bool) -> bool:
     """Write the entry.  False where that fails: the server works without it, and says so."""
     assert workshop.cache is not None
     try:
@@ -371,7 +371,7 @@ def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[
 
 def _sizes(most: int) -> list[int]:
     """For batches up to `most`: those that they are padded to, and `most`.  Sizes between them are planned alike
-    (expertd_kernels.sizes)."""
+    (expertd_kernels.common.sizes)."""
     return sorted({*sizes_up_to(most), most})
 
 

@@ -6,7 +6,7 @@ import time
 
 from torch import Tensor
 
-from expertd_kernels.protocol import Experts
+from expertd_kernels.common.protocol import Experts
 
 __all__ = ["SlowedExperts"]
 

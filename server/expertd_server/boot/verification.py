@@ -18,12 +18,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from expertd_kernels.builder import build
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Experts
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import NoBackendError
+from expertd_kernels.packed.builder import build
 from expertd_kernels.packed.selfcheck import self_check
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Experts
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
 from expertd_kernels.weights.scheme import ActivationQuant

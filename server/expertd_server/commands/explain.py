@@ -11,7 +11,7 @@ from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
-    from expertd_kernels.problem import Device
+    from expertd_kernels.common.problem import Device
     from expertd_kernels.sources.source import ExpertSource
     from expertd_server.boot.assignment import Assignment
 
@@ -55,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from expertd.tables import print_sentence
+    from expertd.common.tables import print_sentence
     from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
     from expertd_kernels.oracle.table import BACKENDS
     from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _device(name: str) -> tuple[Device, bool]:
     """The device of that name, and whether it is on this machine.  Raises BootError."""
+    from expertd_kernels.common.problem import NAMED_DEVICES
     from expertd_kernels.oracle.devices import KINDS, named_device
-    from expertd_kernels.problem import NAMED_DEVICES
     from expertd_server.boot.assignment import BootError, WrongOptionError, resolve_device
 
     named = named_device(name)
@@ -131,15 +131,15 @@ def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str
 
 
 def _measured(config: ServeConfig, source: ExpertSource, assignments: list[Assignment]) -> list[Assignment]:
-    """The assignments with the tournament's results."""
+    """The assignments with the autotuning's results."""
     import torch
 
     from expertd_server.boot.assignment import resolve_device
-    from expertd_server.boot.measuring import Tournaments
+    from expertd_server.boot.autotuning import Autotuning
     from expertd_server.boot.prepare import Workshop
 
     if config.threads:
         torch.set_num_threads(config.threads)
     device = resolve_device(config.device)[1]
-    oracle = Tournaments.of(config, device, assignments)
+    oracle = Autotuning.of(config, device, assignments)
     return assignments if oracle is None else oracle.run(assignments, Workshop(source, device))

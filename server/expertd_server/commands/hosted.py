@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn, TypedDict
 
-from expertd.hostmem import tune_allocator
+from expertd.common.hostmem import tune_allocator
 from expertd_server.boot.assignment import BootError
 from expertd_server.commands.serve import as_server, quiet_memory
 from expertd_server.config import logs

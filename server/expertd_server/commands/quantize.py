@@ -109,7 +109,7 @@ class _Progress:
 
 
 def _print(s: Summary, destination: Path, seconds: float) -> None:
-    from expertd.tables import console, print_sentence
+    from expertd.common.tables import console, print_sentence
 
     worst = max(s.errors, key=lambda n: max(s.errors[n]))
     w13, w2 = s.errors[worst]

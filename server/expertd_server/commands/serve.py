@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     # torch and grpc take a second to import: only now, when the options are known to be good.
     import faulthandler
 
-    from expertd.hostmem import tune_allocator
+    from expertd.common.hostmem import tune_allocator
     from expertd_server.boot.assignment import BootError
 
     tune_allocator()

@@ -147,7 +147,7 @@ def _print(console: Console, layers: Sequence[LayerResult], cases: Sequence[Case
     from rich.table import Table
     from rich.text import Text
 
-    from expertd.tables import print_sentence, print_table
+    from expertd.common.tables import print_sentence, print_table
 
     def row(error: float, limit: float, ok: bool) -> tuple[str, str, Text]:
         return f"{error:.2e}", f"{limit:.0e}", Text("ok", "green") if ok else Text("FAILED", "bold red")

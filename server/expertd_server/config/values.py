@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from expertd.ranges import parse_ranges
+from expertd.common.ranges import parse_ranges
 
 __all__ = ["Address", "Pins", "Ranges", "Shard", "parse_backend"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes as C
 from typing import Any
 
-from expertd.bounds import MAX_RANK
+from expertd.common.bounds import MAX_RANK
 from expertd_server.engine.refusal_texts import REASONS
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
@@ -27,12 +27,12 @@ __all__ = [
     "Config",
     "Forward",
     "InlineMessage",
-    "LaneMemory",
+    "BatchSlotMemory",
     "LayerFacts",
     "Load",
     "Measured",
     "Outcome",
-    "PeerBoundsStruct",
+    "TcpBoundsStruct",
     "RequestFacts",
     "Run",
     "TensorFacts",
@@ -71,7 +71,7 @@ class Config(C.Structure):
 
     _fields_ = [
         *_fields(
-            "u32: lanes max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
+            "u32: batch_slots max_tokens max_queue_requests streamed_rows; u64: max_queue_tokens"
             " max_queue_routes max_queue_bytes spin_ns brief_ns max_wait_ns;"
             "f32: patience; u8: compute_dtype device refuse_late traces nonfinite"
         ),
@@ -149,7 +149,8 @@ class Outcome(C.Structure):
 
 class LayerFacts(C.Structure):
     """slots: [num_experts + 1] int32, copied; expert_tokens: [held] uint64 that the core counts in, or 0; the same on a
-    device: device_slots int32, device_counts int64, or 0.  call, context, experts: expertd_kernels.protocol.Direct."""
+    device: device_slots int32, device_counts int64, or 0.  call, context, experts:
+    expertd_kernels.common.protocol.Direct."""
 
     _fields_ = _fields(
         "u32: layer generation hidden_size num_experts held top_k takes_e4m3; ptr: slots"
@@ -164,8 +165,8 @@ class Measured(C.Structure):
     _fields_ = _fields("u32: rows top_k; u64: ns")
 
 
-class LaneMemory(C.Structure):
-    """Addresses of a lane's host memory; table, verdicts, done: for devices."""
+class BatchSlotMemory(C.Structure):
+    """Addresses of a batch slot's host memory; table, verdicts, done: for devices."""
 
     _fields_ = _fields(
         "ptr: table verdicts done hidden slots weights out; u64: hidden_bytes slots_bytes weights_bytes out_bytes"
@@ -178,7 +179,7 @@ class Run(C.Structure):
     graph of all of it pays, whatever its size; launch_error: of CUDA, because of which the core could not launch it."""
 
     _fields_ = _fields(
-        "u32: lane layer generation tokens rows top_k router_weight_on_input requests whole launch_error;"
+        "u32: batch_slot layer generation tokens rows top_k router_weight_on_input requests whole launch_error;"
         "u64: hidden slots weights out"
     )
 
@@ -195,8 +196,8 @@ class BatchRecord(C.Structure):
 
 class TraceRecord(C.Structure):
     """The way of one request of a session, by transport (1 shared memory, 2 TCP), that its caller traces.  trace: as
-    expertd.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not computed;
-    deliver_ns: of its whole batch."""
+    expertd.common.trace_context has it; times of CLOCK_MONOTONIC; computed_ns: end of the kernel, 0 = it was not
+    computed; deliver_ns: of its whole batch."""
 
     _fields_ = [
         ("trace", C.c_uint8 * 24),
@@ -213,8 +214,8 @@ class Waiting(C.Structure):
     _fields_ = _fields("u64: requests tokens routes bytes")
 
 
-class PeerBoundsStruct(C.Structure):
-    """engine.peers.PeerBounds, and how each reason travels: its code, whether it may be retried."""
+class TcpBoundsStruct(C.Structure):
+    """engine.tcp_connections.TcpBounds, and how each reason travels: its code, whether it may be retried."""
 
     _fields_ = [
         *_fields("u64: most_message most_bytes; u32: most_in_flight half_ms unread_ms"),

@@ -3,8 +3,8 @@
     shut(state)                         why nobody is, or None
     admit(queue, request, now, limits)  why this request is not, or None
 
-A refusal is a row of the error table.  The request says who asks (Request.caller), how much (tokens, top_k) and until
-when (deadline_ns).
+A refusal is a row of the error table.  The request says who asks (EngineRequest.caller), how much (tokens, top_k) and
+until when (deadline_ns).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from expertd.errors import (
     OverloadedError,
     QueueFullError,
 )
-from expertd_server.engine.request import Request
+from expertd_server.engine.request import EngineRequest
 
 # Why it is so: decisions 94 and 120 in DECISIONS.md.
 __all__ = ["Amount", "Limits", "Queue", "QueueLimits", "State", "admit", "fits", "overloaded", "shut", "too_late"]
@@ -42,10 +42,10 @@ class Amount(NamedTuple):
     routes: int = 0
     nbytes: int = 0
 
-    def plus(self, r: Request) -> Amount:
+    def plus(self, r: EngineRequest) -> Amount:
         return Amount(self.requests + 1, self.tokens + r.tokens, self.routes + r.routes, self.nbytes + r.nbytes)
 
-    def minus(self, r: Request) -> Amount:
+    def minus(self, r: EngineRequest) -> Amount:
         return Amount(self.requests - 1, self.tokens - r.tokens, self.routes - r.routes, self.nbytes - r.nbytes)
 
 
@@ -94,7 +94,7 @@ def shut(state: State) -> ExpertdError | None:
     return None
 
 
-def admit(queue: Queue, r: Request, now_ns: int, limits: QueueLimits) -> ExpertdError | None:
+def admit(queue: Queue, r: EngineRequest, now_ns: int, limits: QueueLimits) -> ExpertdError | None:
     """Why `r` may not join the queue."""
     closed = shut(queue.state)
     if closed is not None:
@@ -133,7 +133,7 @@ def fits(own: int, all_: int, limit: int) -> bool:
     return own + 3 * all_ <= 4 * limit
 
 
-def _full(queue: Queue, r: Request, limits: QueueLimits) -> QueueFullError | None:
+def _full(queue: Queue, r: EngineRequest, limits: QueueLimits) -> QueueFullError | None:
     own, all_ = queue.own.plus(r), queue.all.plus(r)
     for name, unit in _UNITS:
         limit = getattr(limits, name)

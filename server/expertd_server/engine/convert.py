@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from expertd.dtypes import FLOAT_DTYPES
+from expertd.common.dtypes import FLOAT_DTYPES
 from expertd.e4m3 import quantizer
 from expertd_server.engine.request import STORAGE, Array
 

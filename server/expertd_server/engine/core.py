@@ -15,7 +15,7 @@ from typing import Any
 
 from expertd.cxx import stale
 from expertd.errors import TABLE, ExpertdError, LayerNotHeldError
-from expertd_kernels.protocol import Direct
+from expertd_kernels.common.protocol import Direct
 from expertd_server.engine.abi import (
     CHECK,
     COLLECT,
@@ -31,17 +31,17 @@ from expertd_server.engine.abi import (
     STOPPED,
     WHOLE,
     BatchRecord,
+    BatchSlotMemory,
     Config,
     Forward,
     InlineMessage,
-    LaneMemory,
     LayerFacts,
     Load,
     Measured,
     Outcome,
-    PeerBoundsStruct,
     RequestFacts,
     Run,
+    TcpBoundsStruct,
     TensorFacts,
     TraceRecord,
     Waiting,
@@ -63,13 +63,13 @@ __all__ = [
     "Forward",
     "INTERRUPTED",
     "InlineMessage",
-    "LaneMemory",
+    "BatchSlotMemory",
     "LayerFacts",
     "Load",
     "MOST_OUTCOMES",
     "Measured",
     "Outcome",
-    "PeerBoundsStruct",
+    "TcpBoundsStruct",
     "REASONS",
     "RUN",
     "RequestFacts",
@@ -116,7 +116,7 @@ def library() -> C.CDLL:
         ("_sizes", None, (p,)),
         ("", p, (p,)),
         ("_free", None, (p,)),
-        ("_lane", None, (p, u32, p)),
+        ("_batch_slot", None, (p, u32, p)),
         ("_device", C.c_int, (p, p, p, p)),
         ("_run", u32, (p, p)),
         ("_done", None, (p, u32, u64, C.c_char_p)),
@@ -159,7 +159,7 @@ def library() -> C.CDLL:
     lib.expertd_message_submit.argtypes = (p, p, C.c_char_p, C.c_char_p, u32, u64, u64, p, p, p)
     for name in ("expertd_message_look", "expertd_message_answer"):
         setattr(lib, name, getattr(quick, name))
-    peers: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
+    connections: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("", p, (p, p)),
         ("_free", None, (p,)),
         ("_add", None, (p, u64, C.c_int, u32)),
@@ -169,8 +169,8 @@ def library() -> C.CDLL:
         ("_unwritten", u64, (p,)),
         ("_stop", C.c_int, (p, u64)),
     )
-    for peers_name, returns, takes in peers:
-        function = getattr(lib, "expertd_peers" + peers_name)
+    for suffix, returns, takes in connections:
+        function = getattr(lib, "expertd_tcp_connections" + suffix)
         function.restype, function.argtypes = returns, takes
     return lib
 
@@ -196,8 +196,8 @@ class Core:
         self._end = weakref.finalize(self, self._lib.expertd_core_free, self._core)
         self._end.atexit = False
 
-    def lane(self, index: int, memory: LaneMemory) -> None:
-        self._lib.expertd_core_lane(self._core, index, C.byref(memory))
+    def batch_slot(self, index: int, memory: BatchSlotMemory) -> None:
+        self._lib.expertd_core_batch_slot(self._core, index, C.byref(memory))
 
     def device(self, compute: int, copy_in: int = 0, copy_out: int = 0) -> bool:
         """The streams, as the driver's handles.  False: the CUDA driver lacks something."""
@@ -206,11 +206,11 @@ class Core:
     def run(self, out: Run) -> int:
         return int(self._lib.expertd_core_run(self._core, C.byref(out)))
 
-    def done(self, lane: int, kernel_ns: int, error: str | None = None) -> None:
-        self._lib.expertd_core_done(self._core, lane, kernel_ns, None if error is None else error.encode())
+    def done(self, batch_slot: int, kernel_ns: int, error: str | None = None) -> None:
+        self._lib.expertd_core_done(self._core, batch_slot, kernel_ns, None if error is None else error.encode())
 
-    def launched(self, lane: int) -> None:
-        self._lib.expertd_core_launched(self._core, lane)
+    def launched(self, batch_slot: int) -> None:
+        self._lib.expertd_core_launched(self._core, batch_slot)
 
     def fail_all(self, reason: str, text: str) -> None:
         self._lib.expertd_core_fail_all(self._core, REASONS.index(reason), text.encode())
@@ -340,14 +340,14 @@ class Core:
         layer: int,
         generation: int,
         part: int,
-        lane: int,
+        batch_slot: int,
         rows: int,
         top_k: int,
         last: int,
         exec_: int,
     ) -> None:
         """last: router weight on input of WHOLE and EXPERTS, the hidden size of parts that all layers share."""
-        self._lib.expertd_core_add_graph(self._core, layer, generation, part, lane, rows, top_k, last, exec_)
+        self._lib.expertd_core_add_graph(self._core, layer, generation, part, batch_slot, rows, top_k, last, exec_)
 
     def add_session(
         self,

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from expertd.errors import TABLE, DeadlineExceededError, ExpertdError
 from expertd_server.engine import core as c
 from expertd_server.engine.convert import digest
-from expertd_server.engine.known import KnownLayers, Tally
+from expertd_server.engine.known import BatchTally, KnownLayers
 from expertd_server.engine.outcome import dead_outcome, hand_over, reply
 from expertd_server.engine.report import RequestReport, stages_of
-from expertd_server.engine.request import Answer, Array, Request, Stages
+from expertd_server.engine.request import Answer, Array, EngineRequest, Stages
 
 __all__ = ["Delivery", "Waiting"]
 
@@ -33,7 +33,7 @@ class Waiting(NamedTuple):
     """A request that the core has.  out: where its output is written, None: into `answer`, the message that is to be
     sent; operands: kept while they may be read."""
 
-    request: Request
+    request: EngineRequest
     out: Array | None
     operands: tuple[Any, ...]
     answer: bytes = b""
@@ -47,7 +47,7 @@ class Delivery:
         self,
         core: c.Core,
         layers: KnownLayers,
-        tally: Tally,
+        tally: BatchTally,
         session_gone: Callable[[int], None],
         traced: Callable[[RequestReport], None] | None,
     ) -> None:
@@ -78,7 +78,7 @@ class Delivery:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def submit(self, f: c.Forward, r: Request, out: Array, operands: tuple[Any, ...]) -> tuple[str, int]:
+    def submit(self, f: c.Forward, r: EngineRequest, out: Array, operands: tuple[Any, ...]) -> tuple[str, int]:
         """Give a request to the core.  The reason why it is refused, "" = it is not, and after how many us to ask
         again."""
         with self.lock:  # the outcome may come before the handle is written down
@@ -88,12 +88,12 @@ class Delivery:
                 self._waiting[handle] = Waiting(r, out, operands)
         return reason, after_us
 
-    def wait_for(self, handle: int, r: Request, data: bytes, answer: bytes) -> None:
+    def wait_for(self, handle: int, r: EngineRequest, data: bytes, answer: bytes) -> None:
         """`r`, which the message `data` holds, was given to the core under `lock`."""
         r.handle, r.on_cancel = handle, self._cancel
         self._waiting[handle] = Waiting(r, None, (data,), answer)
 
-    def _cancel(self, r: Request) -> None:
+    def _cancel(self, r: EngineRequest) -> None:
         self._core.cancel(r.handle)
 
     def take_all(self, timeout_s: float = -1) -> list[Waiting] | None:
@@ -169,13 +169,13 @@ class Delivery:
         else:
             reply(r, self._answer(o, r, out))
 
-    def _error(self, o: c.Outcome, r: Request) -> ExpertdError:
+    def _error(self, o: c.Outcome, r: EngineRequest) -> ExpertdError:
         reason = c.REASONS[o.reason]
         if r.cancelled or reason == DeadlineExceededError.reason:
             return dead_outcome(r)
         return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
 
-    def _answer(self, o: c.Outcome, r: Request, out: Array) -> Answer:
+    def _answer(self, o: c.Outcome, r: EngineRequest, out: Array) -> Answer:
         start = time.perf_counter_ns()
         summary = digest(out, r.output_dtype) if r.digest else None
         return Answer(

@@ -17,22 +17,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from expertd.dtypes import scales_of_row
+from expertd.common.dtypes import scales_of_row
 from expertd.shm.cuda import device_refusal
 from expertd.shm.pool import Pool
+from expertd_kernels.backends.gather.kernels import collect, collect_e4m3, deliver, signal
+from expertd_kernels.backends.gather.table import WORDS
+from expertd_kernels.common.protocol import E4m3Experts
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.protocol import E4m3Experts
-from expertd_kernels.rows.kernels import collect, collect_e4m3, deliver, signal
-from expertd_kernels.rows.table import WORDS
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.graphs import free_now, record
-from expertd_server.engine.halves import compute, unheard
+from expertd_server.engine.out_of_memory import compute, unheard
 from expertd_server.engine.pieces import Pieces, Ran, collecting
 from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, lane_routes, padded
+from expertd_server.engine.sizes import BATCH_SLOTS, STREAMED_ROWS, batch_slot_routes, padded
 
 __all__ = ["DeviceExecutor", "supported"]
 
@@ -51,8 +51,8 @@ def supported(device: torch.device) -> str:
     return ""
 
 
-class _Lane:
-    """One lane's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`.
+class _BatchSlot:
+    """One batch slot's memory: pinned on the host, and on the device, there with an output of its own if it is `apart`.
     routes: slots of all tokens together; coded: columns of e4m3 inputs, 0 = no layer takes them."""
 
     def __init__(
@@ -76,9 +76,9 @@ class _Lane:
         self.slots = torch.empty(routes, dtype=torch.int32, device=device)
         self.weights = torch.empty(routes, dtype=torch.float32, device=device)
 
-    def memory(self) -> c.LaneMemory:
+    def memory(self) -> c.BatchSlotMemory:
         hidden, slots, weights, out = (t.data_ptr() for t in self.host)
-        return c.LaneMemory(
+        return c.BatchSlotMemory(
             table=self.table.data_ptr(),
             verdicts=self.verdicts.data_ptr(),
             done=self.done.data_ptr(),
@@ -94,18 +94,18 @@ class _Lane:
 
 
 class _Rows:
-    """The first `number` rows of a lane, as a batch of a layer is launched on them: its pieces."""
+    """The first `number` rows of a batch slot, as a batch of a layer is launched on them: its pieces."""
 
-    def __init__(self, lane: _Lane, layer: ServedLayer, number: int, top_k: int, on_input: bool) -> None:
+    def __init__(self, batch_slot: _BatchSlot, layer: ServedLayer, number: int, top_k: int, on_input: bool) -> None:
         def rows(of: Tensor, columns: int) -> Tensor:
             return of[: number * columns].view(number, columns)
 
         H = layer.hidden_size
-        self.number, self._lane, self._layer, self._on_input = number, lane, layer, on_input
-        self._hidden, self._out = rows(lane.hidden, H), rows(lane.out, H)
-        self._slots, self._weights = rows(lane.slots, top_k), rows(lane.weights, top_k)
+        self.number, self._batch_slot, self._layer, self._on_input = number, batch_slot, layer, on_input
+        self._hidden, self._out = rows(batch_slot.hidden, H), rows(batch_slot.out, H)
+        self._slots, self._weights = rows(batch_slot.slots, top_k), rows(batch_slot.weights, top_k)
         if layer.takes_e4m3:
-            self._codes, self._scales = rows(lane.codes, H), rows(lane.scales, scales_of_row(H))
+            self._codes, self._scales = rows(batch_slot.codes, H), rows(batch_slot.scales, scales_of_row(H))
 
     def compute(self, a: int, z: int) -> None:
         """The experts of rows a to z."""
@@ -119,21 +119,21 @@ class _Rows:
 
     def collect(self, streamed: bool = False) -> None:
         """streamed: copy engines have brought the hidden states."""
-        lane, routes = self._lane, (self._slots, self._weights, self._lane.verdicts)
+        batch_slot, routes = self._batch_slot, (self._slots, self._weights, self._batch_slot.verdicts)
         if self._layer.takes_e4m3:
             staged = self._hidden if streamed else None
-            collect_e4m3(lane.table, self.number, self._codes, self._scales, *routes, staged)
+            collect_e4m3(batch_slot.table, self.number, self._codes, self._scales, *routes, staged)
         else:
-            collect(lane.table, self.number, None if streamed else self._hidden, *routes)
+            collect(batch_slot.table, self.number, None if streamed else self._hidden, *routes)
 
     def collect_again(self) -> None:
         """What the experts read, where they may have written over it; collecting counts routes, so not for nothing."""
-        if self._lane.out is self._lane.hidden and not self._layer.takes_e4m3:
+        if self._batch_slot.out is self._batch_slot.hidden and not self._layer.takes_e4m3:
             self.collect()
 
     def deliver(self) -> None:
-        deliver(self._lane.table, self.number, self._out)
-        signal(self._lane.done[:1])
+        deliver(self._batch_slot.table, self.number, self._out)
+        signal(self._batch_slot.done[:1])
 
     def _whole(self) -> None:
         self.collect()
@@ -155,7 +155,7 @@ class _Rows:
 class DeviceExecutor:
     """For the engine's thread.  `core` is set by the engine before the first batch."""
 
-    lanes = LANES
+    batch_slots = BATCH_SLOTS
     streamed_rows = STREAMED_ROWS
 
     def __init__(self, device: torch.device, compute_dtype: str, warm_routes: Iterable[int] = ()) -> None:
@@ -169,17 +169,17 @@ class DeviceExecutor:
         self._index: int = api.current_device() if device.index is None else device.index
         self.core: c.Core
         self.trouble: Callable[[str], None] = unheard
-        self._lanes: list[_Lane] = []
+        self._batch_slots: list[_BatchSlot] = []
         self._size = (0, 0, 0, 0, 0)
         self._facts: dict[int, tuple[Tensor, Tensor]] = {}  # by generation
         self.pieces = Pieces(warm_routes)
         self._works = True
         self._driver = C.CDLL("libcuda.so.1")
 
-    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.BatchSlotMemory]:
         sizes = [
             (
-                lane_routes(tokens, s.top_k, s.num_experts),
+                batch_slot_routes(tokens, s.top_k, s.num_experts),
                 s.hidden_size,
                 int(not s.in_place),
                 s.hidden_size if s.takes_e4m3 else 0,
@@ -192,9 +192,9 @@ class DeviceExecutor:
             self._size = (rows, routes, H, apart, coded)
             self.core.forget_graphs()  # they hold addresses
             self._destroy(self.pieces.clear())
-            self._lanes = []
-            self._lanes = [_Lane(*self._size, self._dtype, self._device) for _ in range(LANES)]
-        return [lane.memory() for lane in self._lanes]
+            self._batch_slots = []
+            self._batch_slots = [_BatchSlot(*self._size, self._dtype, self._device) for _ in range(BATCH_SLOTS)]
+        return [batch_slot.memory() for batch_slot in self._batch_slots]
 
     @property
     def graph_bytes(self) -> int:
@@ -234,12 +234,12 @@ class DeviceExecutor:
         return device_refusal(self._index)
 
     def run(self, run: c.Run, layer: ServedLayer) -> None:
-        lane = self._lanes[run.lane]
+        batch_slot = self._batch_slots[run.batch_slot]
         rows = padded(run.tokens) if layer.capturable else run.tokens
-        lane.table[run.tokens : rows, 4] = 0
+        batch_slot.table[run.tokens : rows, 4] = 0
         if run.launch_error:  # some of its pieces ran, and are over: the word may say that all is
-            lane.done[0] = 0
-        views = _Rows(lane, layer, rows, run.top_k, bool(run.router_weight_on_input))
+            batch_slot.done[0] = 0
+        views = _Rows(batch_slot, layer, rows, run.top_k, bool(run.router_weight_on_input))
         with torch.cuda.stream(self.streams[0]):
             if self._launch(views, f"layer {layer.layer}, {rows} rows"):
                 self.trouble("split")

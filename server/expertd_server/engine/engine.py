@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from expertd.codec import ForwardHead
-from expertd.dtypes import DTYPE_NUMBER
+from expertd.common.dtypes import DTYPE_NUMBER
 from expertd.errors import (
     TABLE,
     DeadlineExceededError,
@@ -26,22 +26,22 @@ from expertd.errors import (
     InternalError,
     OverloadedError,
 )
-from expertd_kernels.protocol import ExpertsLostError
+from expertd_kernels.common.protocol import ExpertsLostError
 from expertd_server.engine import core as c
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
 from expertd_server.engine.delivery import Delivery, Waiting
 from expertd_server.engine.executors import executor_of
-from expertd_server.engine.halves import unheard
-from expertd_server.engine.known import KnownLayers, Tally
+from expertd_server.engine.known import BatchTally, KnownLayers
 from expertd_server.engine.messages import Messages
+from expertd_server.engine.out_of_memory import unheard
 from expertd_server.engine.outcome import reply
-from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.engine.policy import NONFINITE, Policy
 from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
-from expertd_server.engine.request import STORAGE, Operand, Request
+from expertd_server.engine.request import STORAGE, EngineRequest, Operand
 from expertd_server.engine.served import Holding, ServedLayer
-from expertd_server.engine.sessions import Sessions
+from expertd_server.engine.shm_connections import ShmConnections
+from expertd_server.engine.tcp_connections import TcpBounds, TcpConnections
 from expertd_server.engine.worker import STOPPED, LostError, Worker
 
 __all__ = ["Engine"]
@@ -63,7 +63,8 @@ class Engine(Worker):
     """See Worker.  Raises CoreMissingError where the core is not built.
 
     nonfinite     of policy.NONFINITE
-    answered      see Tally; traced: told of requests of sessions that their callers trace, None: nobody looks for them
+    answered      see BatchTally; traced: told of requests of sessions that their callers trace, None: nobody looks for
+                  them
     sessions      in shared memory; delivery: of outcomes; messages: of gRPC streams, which the core reads
     launches_why  why the core does not launch the device's batches by itself, "" = it does, or there is no device
     """
@@ -97,7 +98,7 @@ class Engine(Worker):
         on_device = self._executor.streams is not None
         self._core = c.Core(
             c.Config(
-                lanes=self._executor.lanes,
+                batch_slots=self._executor.batch_slots,
                 max_tokens=policy.max_tokens,
                 max_queue_requests=self._limits.requests,
                 max_queue_tokens=self._limits.tokens,
@@ -119,12 +120,12 @@ class Engine(Worker):
         if on_device and not self._core.device(*(s.cuda_stream for s in self._executor.streams)):
             raise c.CoreMissingError("the CUDA driver lacks what the core needs")
         self._layers = KnownLayers(self._core, self._executor, direct=device.type == "cpu")
-        self._tally = Tally(self._core, self._layers, observe, answered, on_device)
-        self.sessions = Sessions(self._core, self._executor, self._caller)
-        self.delivery = Delivery(self._core, self._layers, self._tally, self.sessions.gone, traced)
+        self._tally = BatchTally(self._core, self._layers, observe, answered, on_device)
+        self.shm_connections = ShmConnections(self._core, self._executor, self._caller)
+        self.delivery = Delivery(self._core, self._layers, self._tally, self.shm_connections.gone, traced)
         self._left: list[Waiting] = []  # requests that were answered while the core might still read them
         self._callers: dict[str, int] = {}
-        self._peers: Peers | None = None
+        self._tcp_connections: TcpConnections | None = None
         self._numbers = itertools.count(1)
         self.messages = Messages(self._core, self.delivery, self._caller)
 
@@ -203,7 +204,7 @@ class Engine(Worker):
             raise self._core.not_held(layer)
         return found
 
-    def ask(self, r: Request) -> None:
+    def ask(self, r: EngineRequest) -> None:
         """Whether submit() would take `r` now, whose tensors need not be there yet.  Raises what it would."""
         closed = shut(self.state)
         if closed is not None:
@@ -235,8 +236,8 @@ class Engine(Worker):
             return overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
         return too_late() if reason == DeadlineExceededError.reason else None
 
-    def submit(self, r: Request) -> None:
-        """Put `r` into its line.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or what admit() says."""
+    def submit(self, r: EngineRequest) -> None:
+        """Put `r` into its queue.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or what admit() says."""
         closed = shut(self.state)
         if closed is not None:
             raise closed
@@ -299,7 +300,7 @@ class Engine(Worker):
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         hang = ["the engine's thread"] * self._thread.is_alive()
-        if self._peers is not None and not self._peers.stop(left_s()):
+        if self._tcp_connections is not None and not self._tcp_connections.stop(left_s()):
             hang.append("the thread of sessions over TCP")
         if not self.delivery.stop(left_s()):
             hang.append("the thread of answers")
@@ -307,7 +308,7 @@ class Engine(Worker):
         if left is None:
             hang.append("a thread that brought a request")
             left = []
-        if hang:  # the kernel reads weights, lanes and requests, which may not be freed before it has ended
+        if hang:  # the kernel reads weights, batch slots and requests, which may not be freed before it has ended
             if not self._thread.is_alive():  # that would hold them, through this engine, as long as it takes
                 _hung.append(self)  # leaked on purpose
             self._left = left
@@ -328,12 +329,12 @@ class Engine(Worker):
             f": a batch of {rows} tokens for layer {layer}{backend} is computed; what it reads is kept until that ends"
         )
 
-    def open_peers(self, bounds: PeerBounds) -> Peers:
+    def open_tcp_connections(self, bounds: TcpBounds) -> TcpConnections:
         """Serve sessions over TCP; once."""
-        if self._peers is not None:
+        if self._tcp_connections is not None:
             raise RuntimeError("engine: it serves sessions over TCP already")
-        self._peers = Peers(self._core, bounds, self._caller)
-        return self._peers
+        self._tcp_connections = TcpConnections(self._core, bounds, self._caller)
+        return self._tcp_connections
 
     def _drop_unused(self) -> None:
         now = self.holding
@@ -342,7 +343,7 @@ class Engine(Worker):
 
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):
-            self._core.lane(i, memory)
+            self._core.batch_slot(i, memory)
 
     def _caller(self, name: str) -> int:
         number = self._callers.get(name)
@@ -352,7 +353,7 @@ class Engine(Worker):
             number = self._callers[name] = next(self._numbers)
         return number
 
-    def _refusal(self, reason: str, r: Request, after_us: int) -> ExpertdError:
+    def _refusal(self, reason: str, r: EngineRequest, after_us: int) -> ExpertdError:
         """With the words of admission.py, from the same facts."""
         if reason == OverloadedError.reason:
             return overloaded(r.deadline_ns, time.monotonic_ns(), 1000 * after_us)
@@ -396,14 +397,14 @@ class Engine(Worker):
             self._trouble("failed")
             text = f"backend {backend}, layer {layer.layer}, {run.tokens} tokens: {type(e).__name__}: {e}"
             fault = self._executor.fault()
-            self._core.done(run.lane, 0, text)
+            self._core.done(run.batch_slot, 0, text)
             if fault:
                 raise LostError(f"the device is lost to this process: {fault} ({batch})") from e
             return
         if kernel_ns is None:
-            self._core.launched(run.lane)
+            self._core.launched(run.batch_slot)
         else:
-            self._core.done(run.lane, kernel_ns)
+            self._core.done(run.batch_slot, kernel_ns)
 
     def _check(self, when: str) -> None:
         if fault := self._executor.fault():

@@ -20,7 +20,7 @@ from torch import Tensor
 from expertd.shm.pool import Pool, PoolError
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
-from expertd_server.engine.halves import compute, unheard
+from expertd_server.engine.out_of_memory import compute, unheard
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
 
@@ -48,14 +48,14 @@ class Executor(Protocol):
     """
 
     trouble: Callable[[str], None]
-    lanes: int
+    batch_slots: int
     streamed_rows: int
     streams: Any
     stream: Any
     core: c.Core
 
-    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
-        """Room for the largest batch of any of `layers` in each lane; what was given before is used no more."""
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.BatchSlotMemory]:
+        """Room for the largest batch of any of `layers` in each batch slot; what was given before is used no more."""
         ...
 
     @property
@@ -86,7 +86,8 @@ class Executor(Protocol):
         ...
 
     def run(self, run: c.Run, layer: ServedLayer) -> int | None:
-        """Compute, or launch, a batch.  Nanoseconds of the computation; None: launched, the lane's word will say."""
+        """Compute, or launch, a batch.  Nanoseconds of the computation; None: launched, the batch slot's word will
+        say."""
         ...
 
     def fault(self) -> str:
@@ -98,9 +99,9 @@ class Executor(Protocol):
 
 
 class CpuExecutor:
-    """One lane: computing and copying compete for the same cores."""
+    """One batch slot: computing and copying compete for the same cores."""
 
-    lanes = 1
+    batch_slots = 1
     streamed_rows = 0
     streams: Any = None
     stream: Any = None
@@ -114,14 +115,14 @@ class CpuExecutor:
         self._memory: list[Tensor] = []
         self._views: dict[tuple[int, int, int, torch.dtype], Tensor] = {}
 
-    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.BatchSlotMemory]:
         sizes = [(s.num_experts, s.hidden_size) for s in layers] or [(1, 1)]
         k, H = (max(column) for column in zip(*sizes, strict=True))
         wanted = [(H, self._dtype), (k, torch.int32), (k, torch.float32), (H, self._dtype)]
         self._memory = [torch.empty(tokens * n, dtype=dtype, pin_memory=self._pinned) for n, dtype in wanted]
         self._views.clear()
         hidden, slots, weights, out = (t.data_ptr() for t in self._memory)
-        return [c.LaneMemory(hidden=hidden, slots=slots, weights=weights, out=out)]
+        return [c.BatchSlotMemory(hidden=hidden, slots=slots, weights=weights, out=out)]
 
     def facts(self, layer: ServedLayer) -> tuple[int, int]:
         return 0, 0

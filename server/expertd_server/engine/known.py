@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from expertd_kernels.protocol import Direct, DirectExperts
+from expertd_kernels.common.protocol import Direct, DirectExperts
 from expertd_server.engine import core as c
 from expertd_server.engine.executor import Executor
 from expertd_server.engine.report import BatchReport, Waits
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["KnownLayers", "Tally"]
+__all__ = ["KnownLayers", "BatchTally"]
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class KnownLayers:
         return unused
 
 
-class Tally:
+class BatchTally:
     """Turns the core's records of batches into reports.  One thread at a time.
 
     observe: called with each report; answered: with a reason and how many requests of sessions were

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from expertd.dtypes import DTYPE_NAME
+from expertd.common.dtypes import DTYPE_NAME
 from expertd.errors import TABLE, DeadlineExceededError, OverloadedError
 from expertd_server.engine.admission import overloaded, too_late
 from expertd_server.engine.core import REASONS, Core, InlineMessage, Outcome, library
 from expertd_server.engine.delivery import Delivery
-from expertd_server.engine.request import Operand, Reply, Request
+from expertd_server.engine.request import EngineRequest, Operand, Reply
 from expertd_server.engine.served import ServedLayer
 
 __all__ = ["Looked", "Messages"]
@@ -44,10 +44,10 @@ class Looked:
 
     def request(
         self, layer: ServedLayer, reply: Reply, caller: str, arrival_ns: int, queued_ns: int, deadline_ns: int
-    ) -> Request:
+    ) -> EngineRequest:
         """The request that was looked at, for whoever waits for its answer; its tensors are the core's alone."""
         m = self.message
-        return Request(
+        return EngineRequest(
             layer,
             m.tokens,
             m.top_k,
@@ -86,14 +86,14 @@ class Messages:
         caller: str,
         begun_ns: int,
         deadline_ns: int,
-        under_way: Callable[[], Request],
+        under_way: Callable[[], EngineRequest],
     ) -> bytes | bool:
-        """Put the request that `data` holds, and that was `looked` at, into its line: between two sleeps every function
-        is run out of cold caches, so this is one.
+        """Put the request that `data` holds, and that was `looked` at, into its queue: between two sleeps every
+        function is run out of cold caches, so this is one.
 
-        The answer, where it is there at once.  True: its Request, which under_way() makes, will be told.  False: it is
-        refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time, or
-        for what its batch found at once."""
+        The answer, where it is there at once.  True: its EngineRequest, which under_way() makes, will be told.  False:
+        it is refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time,
+        or for what its batch found at once."""
         answer = _new_bytes(None, looked.message.answer_bytes)
         number, delivery, outcome = self._number_of(caller), self._delivery, self._outcome
         with delivery.lock:

@@ -6,14 +6,14 @@ import logging
 import time
 
 from expertd.errors import DeadlineExceededError, ExpertdError, InternalError, OverloadedError, RequestCancelledError
-from expertd_server.engine.request import Outcome, Request
+from expertd_server.engine.request import EngineRequest, Outcome
 
 __all__ = ["dead_outcome", "hand_over", "reply"]
 
 log = logging.getLogger(__name__)
 
 
-def reply(r: Request, outcome: Outcome) -> None:
+def reply(r: EngineRequest, outcome: Outcome) -> None:
     """Tell.  A transport's fault must not end the engine, nor leave its caller waiting."""
     try:
         r.reply(r, outcome)
@@ -23,7 +23,7 @@ def reply(r: Request, outcome: Outcome) -> None:
             reply(r, InternalError(f"answer of layer {r.layer.layer}: {type(e).__name__}: {e}"))
 
 
-def hand_over(r: Request, message: bytes) -> None:
+def hand_over(r: EngineRequest, message: bytes) -> None:
     """Tell, of a request whose answer is written."""
     assert r.ready is not None
     try:
@@ -33,7 +33,7 @@ def hand_over(r: Request, message: bytes) -> None:
         reply(r, InternalError(f"answer of layer {r.layer.layer}: {type(e).__name__}: {e}"))
 
 
-def dead_outcome(r: Request) -> ExpertdError:
+def dead_outcome(r: EngineRequest) -> ExpertdError:
     """Of a request that left the queue without a batch."""
     if r.cancelled:
         return RequestCancelledError("request: cancelled by its caller")

@@ -26,7 +26,7 @@ _MOST_SEEN = 1 << 16
 class Ran(Protocol):
     """Of core.Run, what tells one batch's graphs from another's.  whole: all its rows lie on the device."""
 
-    lane: int
+    batch_slot: int
     top_k: int
     router_weight_on_input: int
     whole: int
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
     generation: int
     part: int
-    lane: int
+    batch_slot: int
     rows: int
     top_k: int
     last: int
@@ -80,7 +80,7 @@ class Pieces:
     def wanted(self, layer: ServedLayer, run: Ran, rows: int) -> list[Piece]:
         """What is to be captured of a batch of this size, which has just run: nothing the first time."""
         flag, k = int(run.router_weight_on_input), int(run.top_k)
-        size = (layer.generation, run.lane, rows, k, flag)
+        size = (layer.generation, run.batch_slot, rows, k, flag)
         planned = not flag and self._known(layer, k)
         if not planned and self.full:
             return []
@@ -89,17 +89,17 @@ class Pieces:
         self._seen[size] += 1
         if self._seen[size] < _WORTH:
             return []
-        own, lane, H = layer.generation, int(run.lane), layer.hidden_size
+        own, batch_slot, H = layer.generation, int(run.batch_slot), layer.hidden_size
         bring, streamed = collecting(layer)
         pieces = [
-            Piece(own, c.EXPERTS, lane, rows, k, flag),
-            Piece(0, bring, lane, rows, k, H),
-            Piece(0, c.DELIVER, lane, rows, 0, H),
+            Piece(own, c.EXPERTS, batch_slot, rows, k, flag),
+            Piece(0, bring, batch_slot, rows, k, H),
+            Piece(0, c.DELIVER, batch_slot, rows, 0, H),
         ]
         if rows >= STREAMED_ROWS:
-            pieces.append(Piece(0, streamed, lane, rows, k, H))
+            pieces.append(Piece(0, streamed, batch_slot, rows, k, H))
         if rows <= WHOLE_ROWS or (run.whole and not self.full):
-            pieces.append(Piece(own, c.WHOLE, lane, rows, k, flag))
+            pieces.append(Piece(own, c.WHOLE, batch_slot, rows, k, flag))
         return [p for p in pieces if p not in self._kept]
 
     def add(self, layer: ServedLayer, piece: Piece, graph: Any, nbytes: int) -> None:

@@ -17,7 +17,7 @@ from expertd.shm.pool import Pool, PoolError
 from expertd_kernels.oracle.probe import device_fault
 from expertd_server.engine import core as c
 from expertd_server.engine.executor import CpuExecutor
-from expertd_server.engine.halves import compute
+from expertd_server.engine.out_of_memory import compute
 from expertd_server.engine.served import ServedLayer
 
 # Why it is so: decision 162 in DECISIONS.md.
@@ -38,7 +38,7 @@ class PlainExecutor(CpuExecutor):
         self.stream = compute_stream(device)
         self._room: list[Tensor] = []
 
-    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.LaneMemory]:
+    def reserve(self, tokens: int, layers: Iterable[ServedLayer]) -> list[c.BatchSlotMemory]:
         memory = super().reserve(tokens, layers)
         self._room = [torch.empty_like(t, device=self._device) for t in self._memory]
         return memory

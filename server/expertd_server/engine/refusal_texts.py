@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from expertd import errors as e
-from expertd.bounds import MAX_RANK
 from expertd.codec import NO_MESSAGE
+from expertd.common.bounds import MAX_RANK
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = ["HEADER", "REASONS", "TEXTS", "RefusalText", "header", "refusal"]

@@ -75,7 +75,7 @@ class CallReport(NamedTuple):
 class RequestReport(NamedTuple):
     """The way of one request that its caller traces.
 
-    context      of the caller, as expertd.trace_context has it
+    context      of the caller, as expertd.common.trace_context has it
     transport    "unary", "inline" (messages of a stream), "shm" or "tcp"
     reason       of the error that answered it, "" = it was computed
     arrival_ns, answered_ns   on time.monotonic_ns()'s clock

@@ -1,5 +1,5 @@
 """What the engine is asked and what it answers.  It sees requests, never transports: where bytes came from and where
-the answer goes is known to `Request.reply` alone."""
+the answer goes is known to `EngineRequest.reply` alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd.dtypes import DTYPE_NUMBER, tensor_bytes
+from expertd.common.dtypes import DTYPE_NUMBER, tensor_bytes
 
 if TYPE_CHECKING:
     from expertd.errors import ExpertdError
     from expertd_server.engine.served import ServedLayer
 
 # Why it is so: decision 83 in DECISIONS.md.
-__all__ = ["Answer", "Array", "Operand", "Outcome", "Reply", "Request", "STORAGE", "Stages"]
+__all__ = ["Answer", "Array", "Operand", "Outcome", "Reply", "EngineRequest", "STORAGE", "Stages"]
 
 Array = NDArray[Any]
 
@@ -77,11 +77,11 @@ class Answer(NamedTuple):
 
 
 Outcome = Union[Answer, "ExpertdError"]
-Reply = Callable[["Request", Outcome], None]
+Reply = Callable[["EngineRequest", Outcome], None]
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class EngineRequest:
     """One layer, one batch of M tokens.
 
     layer        as it is held when the engine takes the request; it stays this one whatever is held later
@@ -95,8 +95,8 @@ class Request:
     request_id   the caller's name for it, given back; 0 = none
     arrival_ns   time.monotonic_ns() when its message came; queued_ns: the same when the engine took it
     deadline_ns  on the same clock; 0 = none
-    trace, transport  of expertd.trace_context, b"" = not traced; how it came, as RequestReport has it: the engine does
-                 not look at them
+    trace, transport  of expertd.common.trace_context, b"" = not traced; how it came, as RequestReport has it: the
+                 engine does not look at them
     ready        of a message that the core answers: called instead of reply where it is computed, with the whole answer
     cancelled    set by whoever wants no answer any more: not computed unless its batch is cut already, and replied to
                  with RequestCancelledError once its memory is free
@@ -122,8 +122,8 @@ class Request:
     digest: bool = False
     trace: bytes = b""
     transport: str = ""
-    ready: Callable[[Request, bytes], None] | None = None
-    on_cancel: Callable[[Request], None] | None = None
+    ready: Callable[[EngineRequest, bytes], None] | None = None
+    on_cancel: Callable[[EngineRequest], None] | None = None
     handle: int = 0
     foreseen_ns: int = 0
     weights_version: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from expertd_kernels.protocol import Experts
+from expertd_kernels.common.protocol import Experts
 from expertd_server.engine.request import Array
 
 # Why it is so: decision 84 in DECISIONS.md.

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from expertd.dtypes import scales_of_row
+from expertd.common.dtypes import scales_of_row
 
 __all__ = [
-    "LANES",
+    "BATCH_SLOTS",
     "MOST_OTHERS",
     "MOST_POOLS",
     "POOL_BYTES",
     "STREAMED_ROWS",
     "WHOLE_ROWS",
     "graph_count",
-    "lane_bytes",
-    "lane_routes",
+    "batch_slot_bytes",
+    "batch_slot_routes",
     "padded",
     "sizes_up_to",
 ]
 
-LANES = 2
+BATCH_SLOTS = 2
 """Batches under way on an accelerator."""
 STREAMED_ROWS = 128
 """From so many rows on copy engines move a batch beside another's kernels (docs/log/data-path.md)."""
@@ -55,7 +55,7 @@ def sizes_up_to(tokens: int) -> list[int]:
     return sizes
 
 
-def lane_routes(tokens: int, top_k: int, num_experts: int) -> int:
+def batch_slot_routes(tokens: int, top_k: int, num_experts: int) -> int:
     """Slots that a batch of a layer needs at most: the core cuts batches at tokens x top_k routes (lines.cpp), whatever
     number a token has, up to one for each expert; then they are padded."""
     most = before = 0
@@ -65,11 +65,11 @@ def lane_routes(tokens: int, top_k: int, num_experts: int) -> int:
     return most
 
 
-def lane_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool, coded: int = 0) -> int:
-    """Of a lane's buffers: inputs and output of `element` bytes a number, a slot and a weight for each route.
+def batch_slot_bytes(tokens: int, hidden_size: int, routes: int, element: int, in_place: bool, coded: int = 0) -> int:
+    """Of a batch slot's buffers: inputs and output of `element` bytes a number, a slot and a weight for each route.
 
-    in_place: the output lies where the inputs did; routes: of lane_routes(); coded: columns of inputs that there are as
-    e4m3, too."""
+    in_place: the output lies where the inputs did; routes: of batch_slot_routes(); coded: columns of inputs that there
+    are as e4m3, too."""
     codes = tokens * (coded + 4 * scales_of_row(coded))
     return tokens * (1 if in_place else 2) * element * hidden_size + 8 * routes + codes
 
@@ -89,4 +89,4 @@ def graph_count(layers: Iterable[tuple[int, Collection[int], bool]], tokens: int
         own += len(routes) * (len(sizes) + whole)
         shared |= {(hidden_size, k, takes_e4m3) for k in routes}
     collected = len(shared) * (len(sizes) + streamed)
-    return LANES * (own + collected + len({H for H, _, _ in shared}) * len(sizes))
+    return BATCH_SLOTS * (own + collected + len({H for H, _, _ in shared}) * len(sizes))

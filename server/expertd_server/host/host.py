@@ -27,8 +27,8 @@ import torch
 from rich.console import Console
 
 import expertd
+from expertd.common.tables import print_sentence
 from expertd.errors import TABLE
-from expertd.tables import print_sentence
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
 from expertd_kernels.oracle.probe import packages_for
@@ -43,8 +43,8 @@ from expertd_server.boot.assignment import (
     open_source,
     resolve_device,
 )
+from expertd_server.boot.autotuning import Autotuning, settle_threads
 from expertd_server.boot.layers import Booted, Stopped
-from expertd_server.boot.measuring import Tournaments, settle_threads
 from expertd_server.boot.memory import device_bytes, free_bytes, memory_text, plan_memory, planned_bytes, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.boot.progress import Progress
@@ -55,13 +55,13 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.host.doors import largest_message, security_of
+from expertd_server.host.from_options import largest_message, security_of
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.remembered import recall, remember
 from expertd_server.residence.residence import Residence
 from expertd_server.service.service import Service
-from expertd_server.transports.admin import AdminTransport
-from expertd_server.transports.grpc_server import GrpcTransport
+from expertd_server.transports.grpc.admin import AdminTransport
+from expertd_server.transports.grpc.server import GrpcTransport
 from expertd_server.transports.listening import listening
 from expertd_server.transports.protocol import Transport
 from expertd_server.transports.table import listeners
@@ -139,7 +139,7 @@ class Host:
             if served is not None:
                 assigner = self._committed_weights(store, served, source, assigner)
             assignments = self._assignments(assigner, source.fingerprint)
-        oracle = Tournaments.of(config, where, assignments)
+        oracle = Autotuning.of(config, where, assignments)
         if oracle is not None:
             assignments = [oracle.apply(a) for a in assignments]
         self._tell_decisions(assignments, pending=oracle is not None)
@@ -334,7 +334,7 @@ class Host:
             fingerprint=source.fingerprint,
             hidden_size=infos[0].hidden_size,
             limits=limits,
-            transports=[name for name, door in self.service.doors.items() if not isinstance(door, str)],
+            transports=[name for name, transport in self.service.offered.items() if not isinstance(transport, str)],
             memory_limit=config.memory_limit,
         )
         self._describe.placement_epoch = self._epoch

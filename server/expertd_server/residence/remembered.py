@@ -11,7 +11,7 @@ from pathlib import Path
 
 from expertd.errors import PlacementError
 from expertd.placement import Placement, Server
-from expertd_kernels.atomic_file import replacing
+from expertd_kernels.common.atomic_file import replacing
 from expertd_server.boot.assignment import WrongOptionError
 
 __all__ = ["recall", "remember"]

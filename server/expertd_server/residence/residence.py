@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from expertd.ranges import format_ranges
+from expertd.common.ranges import format_ranges
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle.probe import use_device
 from expertd_server.boot.assignment import Assigner, Assignment, BootError
+from expertd_server.boot.autotuning import Autotuning
 from expertd_server.boot.layers import Booted, Stopped, boot_layer, boot_layers
-from expertd_server.boot.measuring import Tournaments
 from expertd_server.boot.memory import MemoryPlan, free_bytes, give_back, hold, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config.serve import ServeConfig
@@ -82,7 +82,7 @@ class Residence:
         assigner: Assigner,
         workshop: Workshop,
         engine: Engine,
-        oracle: Tournaments | None = None,
+        oracle: Autotuning | None = None,
         changed: Callable[[Mapping[int, Booted], Experts], None] = lambda booted, leaving: None,
     ) -> None:
         self._config, self._assigner, self._workshop, self._engine = config, assigner, workshop, engine

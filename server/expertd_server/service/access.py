@@ -22,7 +22,7 @@ from expertd.errors import PermissionDeniedError, UnauthenticatedError
 from expertd_server.service.reloading import FileError
 
 # Why it is so: decision 103 in DECISIONS.md.
-__all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Admitted", "Caller", "parse_access"]
+__all__ = ["ADMIN", "CALL", "DESCRIBE", "Access", "Admitted", "Client", "parse_access"]
 
 CALL, DESCRIBE, ADMIN = "call", "describe", "admin"
 _RIGHTS = (CALL, DESCRIBE, ADMIN)
@@ -30,7 +30,7 @@ _LEAST_TOKEN = 16
 _KEYS = ("tokens", "sha256", "certificates", "rights")
 
 
-class Caller(NamedTuple):
+class Client(NamedTuple):
     """One entry of the file."""
 
     name: str
@@ -59,7 +59,7 @@ class Admitted(str):
 class Access:
     """A file's entries."""
 
-    def __init__(self, tokens: Mapping[bytes, Caller], certificates: Mapping[str, Caller]) -> None:
+    def __init__(self, tokens: Mapping[bytes, Client], certificates: Mapping[str, Client]) -> None:
         self._tokens, self._certificates = dict(tokens), dict(certificates)
         self._callers = {c.name: c for c in (*tokens.values(), *certificates.values())}
 
@@ -97,7 +97,7 @@ class Access:
                 f"caller {name}", got=f"rights {', '.join(sorted(caller.rights)) or 'none'}", want=right
             )
 
-    def _find(self, token: str | None, certificates: Iterable[str]) -> tuple[bytes | str, Caller] | None:
+    def _find(self, token: str | None, certificates: Iterable[str]) -> tuple[bytes | str, Client] | None:
         found = None
         if token is not None:
             digest = hashlib.sha256(token.encode()).digest()
@@ -121,8 +121,8 @@ def parse_access(data: Sequence[bytes]) -> Access:
     callers = table.get("callers")
     if not isinstance(callers, dict) or not callers or set(table) != {"callers"}:
         raise FileError("the file of callers holds no callers, want [callers.NAME] for each and nothing else")
-    tokens: dict[bytes, Caller] = {}
-    certificates: dict[str, Caller] = {}
+    tokens: dict[bytes, Client] = {}
+    certificates: dict[str, Client] = {}
     for name, entry in callers.items():
         caller, digests, names = _entry(name, entry)
         for other in (*(tokens.get(d) for d in digests), *(certificates.get(n) for n in names)):
@@ -133,7 +133,7 @@ def parse_access(data: Sequence[bytes]) -> Access:
     return Access(tokens, certificates)
 
 
-def _entry(name: str, entry: Any) -> tuple[Caller, list[bytes], list[str]]:
+def _entry(name: str, entry: Any) -> tuple[Client, list[bytes], list[str]]:
     where = f"callers.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_.@/-]{1,64}", name) or not isinstance(entry, dict):
         raise FileError(f"{where[:80]!r}: want [callers.NAME] with a name of up to 64 letters, digits and ._@/-")
@@ -157,4 +157,4 @@ def _entry(name: str, entry: Any) -> tuple[Caller, list[bytes], list[str]]:
     names = list(entry.get("certificates", []))
     if not digests and not names:
         raise FileError(f"{where}: has neither a token nor a certificate")
-    return Caller(name, frozenset(rights)), digests, names
+    return Client(name, frozenset(rights)), digests, names

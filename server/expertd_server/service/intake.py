@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expertd.bounds import MAX_RANK
 from expertd.codec import ForwardRequestView, ScalesView, Spelling, TensorView
-from expertd.dtypes import DTYPE_NAME, INT_DTYPES
-from expertd.grouped import experts_of_rows
+from expertd.common.bounds import MAX_RANK
+from expertd.common.dtypes import DTYPE_NAME, INT_DTYPES
+from expertd.common.grouped import experts_of_rows
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.abi import RequestFacts, TensorFacts
 from expertd_server.engine.convert import round_floats
-from expertd_server.engine.request import STORAGE, Array, Operand, Reply, Request
-from expertd_server.service.draw import Drawer
+from expertd_server.engine.request import STORAGE, Array, EngineRequest, Operand, Reply
+from expertd_server.service.synthetic import SyntheticGenerator
 
 if TYPE_CHECKING:
     from expertd_server.engine.engine import Engine
 
-__all__ = ["Drawing", "Intake", "facts_of"]
+__all__ = ["SyntheticTensors", "Intake", "facts_of"]
 
 _TO_DRAW = Operand("", np.empty(0))
 
 
-class Drawing:
+class SyntheticTensors:
     """Tensors of a request that are still to be drawn.  elements: random numbers that the largest of them takes."""
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Drawing:
         self._parts: list[tuple[str, Callable[[], Operand]]] = []
 
     def add(self, name: str, elements: int, draw: Callable[[], Operand]) -> None:
-        """name: of the field of Request."""
+        """name: of the field of EngineRequest."""
         self.elements = max(self.elements, elements)
         self._parts.append((name, draw))
 
-    def fill(self, r: Request) -> None:
+    def fill(self, r: EngineRequest) -> None:
         """Draw, and put the tensors where they belong."""
         for name, draw in self._parts:
             setattr(r, name, draw())
@@ -52,11 +52,13 @@ class Intake:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._drawer = Drawer()
+        self._generator = SyntheticGenerator()
 
-    def request(self, v: ForwardRequestView, reply: Reply, **more: Any) -> tuple[Request, Drawing | None]:
-        """The request, and what is to be drawn before it can be computed.  more: fields of Request that the message
-        does not hold.  Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
+    def request(
+        self, v: ForwardRequestView, reply: Reply, **more: Any
+    ) -> tuple[EngineRequest, SyntheticTensors | None]:
+        """The request, and what is to be drawn before it can be computed.  more: fields that the message does not hold.
+        Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
         layer = self._engine.check(facts_of(v), v.weights_version)
         x = v.hidden_states
         assert x is not None  # checked, as is all below
@@ -66,7 +68,7 @@ class Intake:
             assert v.topk_ids is not None
             assert v.topk_weights is not None
             ids, weights, top_k = _operand(v.topk_ids), _operand(v.topk_weights), v.topk_ids.shape[1]
-        r = Request(
+        r = EngineRequest(
             layer=layer,
             tokens=x.shape[0],
             top_k=top_k,
@@ -83,11 +85,11 @@ class Intake:
         )
         return r, self._drawing(v, r)
 
-    def _drawing(self, v: ForwardRequestView, r: Request) -> Drawing | None:
+    def _drawing(self, v: ForwardRequestView, r: EngineRequest) -> SyntheticTensors | None:
         """What of a checked request is to be drawn; None = nothing."""
         if r.hidden is not _TO_DRAW and r.ids is not _TO_DRAW and r.weights is not _TO_DRAW:
             return None
-        d, draw = Drawing(), self._drawer
+        d, draw = SyntheticTensors(), self._generator
         M, k, H, experts = r.tokens, r.top_k, r.layer.hidden_size, r.layer.num_experts
         if r.hidden is _TO_DRAW:
             x, x_dtype = _synthetic(v.hidden_states)

@@ -8,10 +8,10 @@ from typing import Protocol
 from expertd.v1 import expert_service_pb2 as pb
 
 # Why it is so: decision 165 in DECISIONS.md.
-__all__ = ["Door", "Doors", "answer_offer"]
+__all__ = ["OfferedTransport", "OfferedTransports", "answer_offer"]
 
 
-class Door(Protocol):
+class OfferedTransport(Protocol):
     """A way in that a session of another transport opens."""
 
     def offer(self, caller: str, host: str, /) -> tuple[str, str, str]:
@@ -22,23 +22,23 @@ class Door(Protocol):
         """Ends the sessions of callers who are let in no more, and forgets their tokens."""
 
 
-Doors = Mapping[str, Door | str]
-"""By the transport's name in the contract; a sentence instead of a door: why this server has none."""
+OfferedTransports = Mapping[str, OfferedTransport | str]
+"""By the transport's name in the contract; a sentence instead of a transport: why this server has none."""
 
 
-def answer_offer(doors: Doors, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
+def answer_offer(offered: OfferedTransports, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
     """The first transport of the offer that can be had."""
     answer, opened = pb.SessionAnswer(), ""
     for name in offer.transports:
         why = f"not beside {opened}, which stands before it in the offer"
         if not opened:
-            answer.token, answer.endpoint, why = _ask(doors.get(name), offer, caller)
+            answer.token, answer.endpoint, why = _ask(offered.get(name), offer, caller)
             opened = "" if why else name
         answer.verdicts.add(transport=name, accepted=opened == name and not why, reason=why)
     return answer
 
 
-def _ask(door: Door | str | None, offer: pb.SessionOffer, caller: str) -> tuple[str, str, str]:
-    if door is None:
+def _ask(transport: OfferedTransport | str | None, offer: pb.SessionOffer, caller: str) -> tuple[str, str, str]:
+    if transport is None:
         return "", "", "this server does not know it"
-    return ("", "", door) if isinstance(door, str) else door.offer(caller, offer.host_id)
+    return ("", "", transport) if isinstance(transport, str) else transport.offer(caller, offer.host_id)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 
 from expertd.codec import ForwardResponseView, TensorView
-from expertd.dtypes import DTYPE_NUMBER
+from expertd.common.dtypes import DTYPE_NUMBER
 from expertd.errors import ExpertdError, InternalError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.report import RequestReport, stages_of
-from expertd_server.engine.request import Answer, Outcome, Request
+from expertd_server.engine.request import Answer, EngineRequest, Outcome
 
 __all__ = ["error_of", "report_of", "response_view"]
 
 log = logging.getLogger(__name__)
 
 
-def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
+def response_view(r: EngineRequest, a: Answer, load: pb.Load) -> ForwardResponseView:
     """The answer as a message; its output is a view, valid as long as the answer's."""
     v = ForwardResponseView(
         r.request_id, routes_computed=a.routes_computed, load=load, weights_version=a.weights_version
@@ -40,7 +40,7 @@ def response_view(r: Request, a: Answer, load: pb.Load) -> ForwardResponseView:
     return v
 
 
-def report_of(r: Request, outcome: Outcome, answered_ns: int) -> RequestReport:
+def report_of(r: EngineRequest, outcome: Outcome, answered_ns: int) -> RequestReport:
     """The way of a request that is answered."""
     head = (r.trace, r.transport, r.layer.layer, r.tokens, r.top_k)
     if isinstance(outcome, ExpertdError):

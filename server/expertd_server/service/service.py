@@ -1,7 +1,7 @@
 """What all ways in share: the server's state, and the way of a request to the engine.
 
     service.forward(view, reply, ...)    one request by itself: a unary call, a facade of another protocol
-    service.session(outlet, caller)      one connection: any number in flight, cancels, draining
+    service.connection(outlet, caller)   one connection: any number in flight, cancels, draining
 
 Both may be used from any thread, and neither waits.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expertd.codec import ForwardRequestView
+from expertd.common.trace_context import context_of
 from expertd.errors import (
     ExpertdError,
     MessageTooLargeError,
@@ -25,17 +26,16 @@ from expertd.errors import (
     QueueFullError,
     RequestCancelledError,
 )
-from expertd.trace_context import context_of
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import RequestReport
-from expertd_server.engine.request import STORAGE, Answer, Outcome, Reply, Request, Stages
-from expertd_server.service.intake import Drawing, Intake
-from expertd_server.service.offers import Door, answer_offer
+from expertd_server.engine.request import STORAGE, Answer, EngineRequest, Outcome, Reply, Stages
+from expertd_server.service.connection import ClientConnection, Outlet
+from expertd_server.service.intake import Intake, SyntheticTensors
+from expertd_server.service.offers import OfferedTransport, answer_offer
 from expertd_server.service.refusals import Refusals
 from expertd_server.service.response import error_of, report_of
-from expertd_server.service.session import Outlet, Session
 
 if TYPE_CHECKING:
     from expertd_server.engine.engine import Engine
@@ -52,7 +52,7 @@ _DRAW_LATER = 1 << 25
 class Service:
     """One server's state and the way of a request through it.  From any thread.
 
-    doors: the transports that a session can ask for, or why not; filled before anything listens
+    offered: the transports that a session can ask for, or why not; filled before anything listens
     traced: told of requests that their callers trace, None: nobody looks for them; set before anything listens
     """
 
@@ -60,10 +60,10 @@ class Service:
         self.engine, self.metrics, self.limits = engine, metrics, limits
         self._intake = Intake(engine)
         self._describe: Callable[[bool], pb.DescribeResponse] | None = None
-        self.doors: dict[str, Door | str] = {}
+        self.offered: dict[str, OfferedTransport | str] = {}
         self.refusals = Refusals()
         self.traced: Callable[[RequestReport], None] | None = None
-        self._sessions: set[Session] = set()
+        self._sessions: set[ClientConnection] = set()
         self._lock = threading.Lock()
         self._unread_bytes = 0
         self._draw = ThreadPoolExecutor(1, "expertd-draw")
@@ -92,21 +92,21 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def session(
+    def connection(
         self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "", transport: str = "inline"
-    ) -> Session:
+    ) -> ClientConnection:
         """For one connection of the client `caller`, an address or a name.  name, traceparent: the client's for it,
         "" = none.  transport: what traces call the connection; "inline" = gRPC.  It lives until its close()."""
-        session = Session(self, outlet, caller, name, traceparent, transport)
+        session = ClientConnection(self, outlet, caller, name, traceparent, transport)
         with self._lock:
             self._sessions.add(session)
         return session
 
     def offer(self, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
         """The answer to an offer of transports."""
-        return answer_offer(self.doors, offer, caller)
+        return answer_offer(self.offered, offer, caller)
 
-    def forget(self, session: Session) -> None:
+    def forget(self, session: ClientConnection) -> None:
         """`session` is closed."""
         with self._lock:
             self._sessions.discard(session)
@@ -150,10 +150,11 @@ class Service:
 
     def forward(
         self, view: ForwardRequestView, reply: Reply, *, caller: str, arrival_ns: int, timeout_ns: int = 0, **more: Any
-    ) -> Request:
+    ) -> EngineRequest:
         """Take one request; reply gets its outcome, maybe before this returns.  Raises the row that refuses it.
 
-        timeout_ns: from arrival_ns, 0 = none.  more: `transport` of the Request, and the connection's traceparent.
+        timeout_ns: from arrival_ns, 0 = none.  more: `transport` of the EngineRequest, and the connection's
+        traceparent.
         """
         self.ensure_open()
         request, drawing = self.check(view, reply, caller, arrival_ns, timeout_ns, **more)
@@ -169,14 +170,14 @@ class Service:
         timeout_ns: int,
         traceparent: str = "",
         **more: Any,
-    ) -> tuple[Request, Drawing | None]:
+    ) -> tuple[EngineRequest, SyntheticTensors | None]:
         """The first half of forward()."""
         deadline_ns = arrival_ns + timeout_ns if timeout_ns else 0
         if self.traced is not None and (context := context_of(view.traceparent or traceparent)):
             more["trace"] = context
         return self._intake.request(view, reply, caller=caller, arrival_ns=arrival_ns, deadline_ns=deadline_ns, **more)
 
-    def report(self, r: Request, outcome: Outcome) -> RequestReport | None:
+    def report(self, r: EngineRequest, outcome: Outcome) -> RequestReport | None:
         """Of a request that its caller traces and that is answered with `outcome` now; None: nobody wants to know."""
         return report_of(r, outcome, time.monotonic_ns()) if self.traced is not None and r.trace else None
 
@@ -185,7 +186,7 @@ class Service:
         if self.traced is not None and report is not None:
             self.traced(report)
 
-    def submit(self, r: Request, drawing: Drawing | None) -> Future[None] | None:
+    def submit(self, r: EngineRequest, drawing: SyntheticTensors | None) -> Future[None] | None:
         """The second half.  A Future while much is drawn: whoever reads requests of this caller waits for it first."""
         if r.tokens == 0:
             _answer_empty(r, self.engine.holding.version)
@@ -215,7 +216,7 @@ class Service:
                 )
             self._to_draw[caller] += elements
 
-    def _drawn(self, r: Request, drawing: Drawing) -> None:
+    def _drawn(self, r: EngineRequest, drawing: SyntheticTensors) -> None:
         """submit() of a request for which much is to be drawn.  On the thread that draws."""
         try:
             if r.cancelled:
@@ -249,7 +250,7 @@ class Service:
         )
 
 
-def _answer_empty(r: Request, version: int) -> None:
+def _answer_empty(r: EngineRequest, version: int) -> None:
     """The answer to a batch of no tokens, for which the engine is not needed.  version: of the weights that are
     served."""
     r.queued_ns = time.monotonic_ns()

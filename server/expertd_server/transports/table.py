@@ -38,12 +38,12 @@ TRANSPORTS: list[Entry] = [
     Entry("cuda_ipc", gpu_listener),
     Entry("tcp", tcp_listener),
 ]
-"""An entry finds those before it in Service.doors."""
+"""An entry finds those before it in Service.offered."""
 
 
 def listeners(config: ServeConfig, service: Service, infos: Sequence[LayerInfo]) -> Iterator[Listener]:
-    """Starts each transport, enters it in `service.doors`, and yields those that listen.  Raises BootError."""
+    """Starts each transport, enters it in `service.offered`, and yields those that listen.  Raises BootError."""
     for entry in TRANSPORTS:
-        listener = service.doors[entry.name] = entry.listen(config, service, infos)
+        listener = service.offered[entry.name] = entry.listen(config, service, infos)
         if not isinstance(listener, str):
             yield listener

@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from expertd_kernels.atomic_file import replacing
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.kept import open_kept, write_layer
+from expertd_kernels.common.atomic_file import replacing
 from expertd_server.boot.assignment import WrongOptionError
 from expertd_server.updates.versions import CHECKPOINT, START, TENSORS, Version
 

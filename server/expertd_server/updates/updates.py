@@ -48,7 +48,7 @@ from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, versio
 from expertd_server.views.update_metrics import UpdateMetrics
 
 # Why it is so: decision 168 in DECISIONS.md.
-__all__ = ["Asked", "Job", "Updates"]
+__all__ = ["UpdateRequest", "Job", "Updates"]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ _ENCODING = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class UpdateRequest:
     """What an update is begun with, as in BeginUpdateRequest; version 0 = the next one, base 0 = not checked; delta:
     tensors are put as differences from the base, or not at all."""
 
@@ -82,7 +82,7 @@ class Job:
     ended        set when every layer is ready, or with `error`
     """
 
-    asked: Asked
+    asked: UpdateRequest
     version: Version
     packing: Packing
     received: Received | None
@@ -156,7 +156,7 @@ class Updates:
         except BootError as e:
             raise ChangeRefusedError(f"a second version beside the one that is served: {e}") from e
 
-    def begin(self, asked: Asked) -> Job:
+    def begin(self, asked: UpdateRequest) -> Job:
         """Raises ChangePendingError where another is under way, ChangeRefusedError where it cannot be."""
         with self._lock:
             if self._closed:
@@ -190,7 +190,7 @@ class Updates:
                 job.packing.wake()
         return job
 
-    def _begun(self, asked: Asked, folder: Checkpoint | None) -> Job:
+    def _begun(self, asked: UpdateRequest, folder: Checkpoint | None) -> Job:
         booted = self._residence.booted
         if not booted:
             raise ChangeRefusedError("update: this server holds no layer; want some held first")
@@ -235,7 +235,7 @@ class Updates:
             )
         return found
 
-    def _check_numbers(self, asked: Asked) -> None:
+    def _check_numbers(self, asked: UpdateRequest) -> None:
         served = self.version.number
         if asked.delta and (asked.checkpoint or not asked.base):
             raise ChangeRefusedError(

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from expertd_server.engine.report import BatchReport, RequestReport
 from expertd_server.engine.request import Array
-from expertd_server.views.tally import SECONDS, Tally
+from expertd_server.views.tally import SECONDS, HistogramTally
 
 __all__ = ["BatchMetrics"]
 
@@ -72,9 +72,9 @@ class BatchMetrics(Collector):
     def __init__(self, each_expert: bool) -> None:
         self._each_expert = each_expert
         self._looking = threading.Lock()
-        self._batch_tokens, self._batch_requests = Tally(_TOKENS), Tally(_TOKENS[:11])
-        self._queue, self._copy_in, self._copy_out = Tally(SECONDS), Tally(SECONDS), Tally(SECONDS)
-        self._kernel: dict[str, Tally] = {}
+        self._batch_tokens, self._batch_requests = HistogramTally(_TOKENS), HistogramTally(_TOKENS[:11])
+        self._queue, self._copy_in, self._copy_out = (HistogramTally(SECONDS) for _ in range(3))
+        self._kernel: dict[str, HistogramTally] = {}
         self._tokens: dict[int, int] = {}
         self._experts: dict[int, _Experts] = {}
 
@@ -85,7 +85,7 @@ class BatchMetrics(Collector):
             self._experts[layer] = _Experts(b.layer.num_experts)
             self._tokens[layer] = 0
         if backend not in self._kernel:
-            self._kernel.setdefault(backend, Tally(SECONDS))
+            self._kernel.setdefault(backend, HistogramTally(SECONDS))
         self._tokens[layer] += b.tokens * b.batches
         self._experts[layer].add(b)
         self._batch_tokens.add(b.tokens, b.batches)
@@ -105,7 +105,7 @@ class BatchMetrics(Collector):
         self._batch_requests.exemplify(r.batch_requests, labels)
         self._copy_in.exemplify(r.batch.copy_in_ns * 1e-9, labels)
         self._copy_out.exemplify(r.batch.copy_out_ns * 1e-9, labels)
-        kernel = self._kernel.setdefault(r.backend, Tally(SECONDS))  # its batch may be counted only now
+        kernel = self._kernel.setdefault(r.backend, HistogramTally(SECONDS))  # its batch may be counted only now
         kernel.exemplify(r.batch.kernel_ns * 1e-9, labels)
 
     def experts(self) -> dict[int, tuple[float, list[tuple[int, float]]]]:

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from expertd_server.engine.report import CallReport
-from expertd_server.views.tally import SECONDS, Tally
+from expertd_server.views.tally import SECONDS, HistogramTally
 
 if TYPE_CHECKING:
     from expertd_server.views.metrics import Metrics
@@ -63,7 +63,9 @@ class _Sums:
     """Three histograms of the calls of one method and status."""
 
     def __init__(self) -> None:
-        self.seconds, self.bytes_in, self.bytes_out = (Tally(b) for b in (_A66_SECONDS, _A66_BYTES, _A66_BYTES))
+        self.seconds, self.bytes_in, self.bytes_out = (
+            HistogramTally(b) for b in (_A66_SECONDS, _A66_BYTES, _A66_BYTES)
+        )
 
 
 class Calls(Collector):
@@ -71,13 +73,13 @@ class Calls(Collector):
     collect() by whoever scrapes."""
 
     def __init__(self) -> None:
-        self._handling: dict[tuple[str, str, str], Tally] = {}
+        self._handling: dict[tuple[str, str, str], HistogramTally] = {}
         self._started: dict[str, int] = {}
         self._ended: dict[tuple[str, str], _Sums] = {}
 
-    def handling(self, labels: tuple[str, str, str]) -> Tally:
+    def handling(self, labels: tuple[str, str, str]) -> HistogramTally:
         """Of a method, by the labels of RPC: seconds of its calls."""
-        return self._handling.setdefault(labels, Tally(SECONDS))
+        return self._handling.setdefault(labels, HistogramTally(SECONDS))
 
     def started(self, method: str) -> None:
         self._started[method] = self._started.get(method, 0) + 1

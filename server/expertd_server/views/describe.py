@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from expertd.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
-from expertd.ranges import runs
+from expertd.common.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
+from expertd.common.ranges import runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision

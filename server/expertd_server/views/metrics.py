@@ -132,7 +132,7 @@ class Metrics:
         self._reloads.labels(what, "ok" if good else "broken").inc()
 
     def connection_cut(self, why: str) -> None:
-        """See transports/half_sent.py."""
+        """See transports/grpc/half_sent.py."""
         self._cut.labels(why).inc()
 
     def trouble(self, kind: str) -> None:

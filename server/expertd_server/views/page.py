@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from expertd.ranges import format_ranges, format_runs
+from expertd.common.ranges import format_ranges, format_runs
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.views.metrics import Metrics
 

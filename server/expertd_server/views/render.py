@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from expertd.ranges import format_ranges
-from expertd.tables import VerdictRow, print_sentence, print_verdicts
+from expertd.common.ranges import format_ranges
+from expertd.common.tables import VerdictRow, print_sentence, print_verdicts
 from expertd_kernels.oracle.advice import advice
 from expertd_kernels.oracle.decision import Decision, Grade, Verdict
 from expertd_server.boot.assignment import Assignment

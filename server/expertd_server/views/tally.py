@@ -14,7 +14,7 @@ from prometheus_client.utils import floatToGoString
 
 from expertd_server.engine.report import WAIT_BOUNDS_NS, Waits
 
-__all__ = ["SECONDS", "Count", "Tally"]
+__all__ = ["SECONDS", "Count", "HistogramTally"]
 
 SECONDS = tuple(ns * 1e-9 for ns in WAIT_BOUNDS_NS)
 """Bounds of the time histograms: 10 us to 5 s, three a decade."""
@@ -39,7 +39,7 @@ class Count:
             self._told = n
 
 
-class Tally:
+class HistogramTally:
     """add() and exemplify() are called by one thread each, into() by whoever scrapes, who may miss what is being
     added.  bounds: upper ends of the buckets, ascending."""
 

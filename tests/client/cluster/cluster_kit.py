@@ -177,4 +177,4 @@ def nothing_under_way(cluster):
     """Waits until no part is counted anywhere: what a timer sent as its call ended is taken back a moment later."""
     members = cluster._members.by_address.values()
     until(lambda: not any(m.outstanding or m.outstanding_tokens for m in members))
-    assert not cluster._around.flights
+    assert not cluster._state.flights

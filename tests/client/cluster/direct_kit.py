@@ -1,4 +1,4 @@
-"""Real engines behind doors for shared memory and TCP, and the transport of a cluster's calls to them."""
+"""Real engines behind listeners for shared memory and TCP, and the transport of a cluster's calls to them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from waiting import until
 
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import native
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_server.config.values import Address
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.policy import Policy as Batching
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.engine.tcp_connections import TcpBounds
+from expertd_server.transports.shm import ShmListener
+from expertd_server.transports.tcp import TcpListener
 
 MISSING = missing() or ("" if native.library() else "python -m expertd.cxx")
 needs_libraries = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there")
@@ -47,10 +47,10 @@ class Server:
         self.engine.start()
         self.engine.open()
         if kind == "shm":
-            self.door = ShmDoor(self.engine, arena_bytes=1 << 18)
+            self.listener = ShmListener(self.engine, arena_bytes=1 << 18)
         else:
-            self.door = TcpDoor(self.engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
-        self.door.start()
+            self.listener = TcpListener(self.engine, Address("127.0.0.1", 0), TcpBounds(8 << 20))
+        self.listener.start()
 
     def __call__(self, hidden_states, topk_ids, topk_weights, *, router_weight_on_input=False, out=None):
         self.entered.set()
@@ -62,7 +62,7 @@ class Server:
 
     def close(self):
         self.gate.set()
-        self.door.close()
+        self.listener.close()
         self.engine.stop(10)
 
 
@@ -74,7 +74,7 @@ class Transport:
         self.offers = [ShmTransport() if server.kind == "shm" else TcpTransport("127.0.0.1:1")]
 
     def connect(self, deliver, closed):
-        return Inline(self.server.kind, self.server.door.offer, deliver, closed)
+        return Inline(self.server.kind, self.server.listener.offer, deliver, closed)
 
     def unary(self, method, request, answer, timeout_s, wait_for_ready, waiter):
         s = self.server

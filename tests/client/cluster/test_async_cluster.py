@@ -99,7 +99,7 @@ async def test_deadlines_cancels_and_experts_that_are_missing():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not cluster._around.flights
+        assert not cluster._state.flights
         await nothing_outstanding(cluster)
     del servers["c"]
     async with cluster_of(servers) as cluster:

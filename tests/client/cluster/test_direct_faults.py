@@ -79,7 +79,7 @@ def test_a_session_that_ends_while_it_is_waited_for(start, holdings):
     until(lambda: any(cluster.found[n].entered.is_set() for n in (one, other)))
     gone, left = (one, other) if cluster.found[one].entered.is_set() else (other, one)
     cluster.found[left].gate.set()
-    cluster.found[gone].door.close()
+    cluster.found[gone].listener.close()
     calling.join(15)
     assert near(answers[0].output, want)
     assert [p.asked for p in answers[0].parts if p.server == f"s{left}"] == [2]

@@ -212,7 +212,7 @@ def test_a_late_part_is_asked_of_the_other_replica_too():
     with cluster_of(servers, policy=Policy(stall_s=15.0)) as cluster:
         for _ in range(60):  # recent ones, and a budget of 3
             check(cluster.forward(0, X, IDS, W))
-        until(lambda: check(cluster.forward(0, X, IDS, W)) or cluster._around.latencies._budget >= 1.0)
+        until(lambda: check(cluster.forward(0, X, IDS, W)) or cluster._state.latencies._budget >= 1.0)
         nothing_under_way(cluster)
         before = len(servers["a"].asked) + len(servers["b"].asked)
         held_up(servers, release)
@@ -239,14 +239,14 @@ def test_an_answer_that_nobody_waits_for_any_more_is_given_back_and_counts_for_n
         calling = threading.Thread(target=call)
         calling.start()
         until(lambda: servers["a"].asked)
-        flight = next(iter(cluster._around.flights))
-        [leg] = flight.legs
-        [attempt] = leg.tries
+        flight = next(iter(cluster._state.flights))
+        [sub] = flight.sub_requests
+        [attempt] = sub.tries
         assert flight.cancel()
         calling.join(20)
         given_back = []
         late = SimpleNamespace(
-            routes_computed=leg.part.routes,
+            routes_computed=sub.part.routes,
             weights_version=1,
             timing=pb.Timing(),
             load=pb.Load(),
@@ -254,7 +254,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_given_back_and_counts_for_n
         )
         flight.answered(attempt, late)
         assert given_back == [True]
-        assert leg.result is None
+        assert sub.result is None
         release.set()
 
 
@@ -269,7 +269,7 @@ def test_nothing_is_hedged_without_a_budget():
         for _ in range(60):
             check(cluster.forward(0, X, IDS, W))
             check(control.forward(0, X, IDS, W))
-        until(lambda: check(control.forward(0, X, IDS, W)) or control._around.latencies._budget >= 1.0)
+        until(lambda: check(control.forward(0, X, IDS, W)) or control._state.latencies._budget >= 1.0)
         nothing_under_way(control)
         before = asked()
         held_up(servers, release, calls=2)

@@ -1,4 +1,4 @@
-"""A batch cut by holder: the C++ twin and numpy give the same parts, and its structures are those of native.py."""
+"""A batch cut by replica: the C++ twin and numpy give the same parts, and its structures are those of native.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from expertd.errors import ExpertIdOutOfRangeError
-from expertd.shm.layout import Session, Tensors
+from expertd.shm.layout import ConnectionHandle, Tensors
 from expertd_client.cluster import native
 from expertd_client.cluster import split as module
 from expertd_client.cluster.split import meant, meant_numpy, split, split_numpy
@@ -50,7 +50,7 @@ def facts(part):
 @pytest.mark.parametrize("tokens", [1, 7, 130])
 def test_both_twins_give_the_same_parts(held, tokens, ids_dtype):
     table = layer_table(E, HELD[held])
-    owners = list(range(len(table.holders)))
+    owners = list(range(len(table.replicas)))
     for seed, absent, quantized in ((0, 0.0, False), (1, 0.3, False), (2, 0.9, True), (3, 1.0, False)):
         x, ids, w = drawn(tokens, ids_dtype, seed, absent)
         request = Request(0, quantize(x) if quantized else x, ids, w)
@@ -117,7 +117,7 @@ def test_structures():
         native.SUBMISSION_AT,
         native.ANSWER_AT,
         native.SHARE_BYTES,
-        C.sizeof(Session),
+        C.sizeof(ConnectionHandle),
         C.sizeof(Tensors),
         C.sizeof(native.Room),
     ]

@@ -6,7 +6,7 @@ from software_gpu import HostPool, Session, SoftwareGpu, enter
 
 from expertd.shm.cuda import Cuda
 from expertd_client.device import cuda_ipc, session
-from expertd_server.transports.shm import ShmDoor
+from expertd_server.transports.shm import ShmListener
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def gpu(monkeypatch):
 @pytest.fixture
 def server(sums, gpu):
     engine = summing_engine(sums, layers=2)
-    engine.sessions.pool, engine.sessions.pool_refusal = HostPool.create, lambda: ""
+    engine.shm_connections.pool, engine.shm_connections.pool_refusal = HostPool.create, lambda: ""
     engine.start()
     engine.open()
-    door = ShmDoor(engine, most_pools=2)
-    door.start()
-    door.engine = engine
-    yield door
+    listener = ShmListener(engine, most_pools=2)
+    listener.start()
+    listener.engine = engine
+    yield listener
     sums.gate.set()
-    door.close()
+    listener.close()
     engine.stop(10)
 
 

@@ -123,12 +123,12 @@ class Session(session.DeviceSession):
         return tensor_at(address, shape, dtype, 0, CPU)
 
 
-def enter(door, caller="caller"):
+def enter(listener, caller="caller"):
     """A new session; waits where the end of the one before has not reached the server yet."""
     offers = []
 
     def accepted():
-        offers.append(door.gpu.offer(caller, host_id()))
+        offers.append(listener.gpu.offer(caller, host_id()))
         return not offers[-1][2]
 
     until(accepted)

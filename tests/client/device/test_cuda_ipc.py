@@ -113,7 +113,7 @@ def test_a_session_that_ends_leaves_nothing(server, gpu):
         assert pool.closed == 1
         with pytest.raises(UnavailableError, match="closed"):
             forward(lane, 0, t)
-    until(lambda: not server.sessions and not server.engine.sessions.pools)
+    until(lambda: not server.sessions and not server.engine.shm_connections.pools)
     assert (HostPool.made.closed, gpu.registered) == (1, 0)
 
 
@@ -124,7 +124,7 @@ def test_sessions_are_bounded_and_a_reason_is_given(server):
     assert "2 sessions from GPUs" in server.gpu.offer("a third", host_id())[2]
     assert server.offer("caller", host_id())[2] == "", "which keeps nobody from shared memory"
     assert "host" in server.gpu.offer("caller", "another")[2]
-    server.engine.sessions.pool_refusal = lambda: "the GPU has none"
+    server.engine.shm_connections.pool_refusal = lambda: "the GPU has none"
     assert server.gpu == "the GPU has none"
     for lane in lanes:
         lane.close()
@@ -146,16 +146,16 @@ class Inline:
     target = "door"
     offers = ()
 
-    def __init__(self, doors):
-        self.doors, self.closes = doors, 0
+    def __init__(self, offered):
+        self.offered, self.closes = offered, 0
 
     def connect(self, deliver, closed):
         self.deliver = deliver
         return self
 
     def offer(self, offer):
-        if self.doors is not None:
-            self.deliver(answer_offer(self.doors, offer, "caller"))
+        if self.offered is not None:
+            self.deliver(answer_offer(self.offered, offer, "caller"))
 
     def close(self):
         self.closes += 1
@@ -167,13 +167,13 @@ def test_a_client_asks_for_a_session_and_is_told_why_not(server):
         with client.device_session(0) as lane:
             t, want = inputs(3)
             assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
-        transport.doors = {"cuda_ipc": "the server computes on a CPU"}
+        transport.offered = {"cuda_ipc": "the server computes on a CPU"}
         with pytest.raises(UnavailableError, match="cuda_ipc: the server computes on a CPU"):
             client.device_session(0)
-        transport.doors = {}
+        transport.offered = {}
         with pytest.raises(UnavailableError, match="does not know it"):
             client.device_session(0)
-        transport.doors = None
+        transport.offered = None
         with pytest.raises(DeadlineExceededError, match="door"):
             client.device_session(0, timeout_s=0.05)
         assert transport.closes == 4
@@ -192,13 +192,13 @@ def test_a_client_in_an_event_loop_asks_likewise(server, gpu, monkeypatch):
             with await client.device_session(0) as lane:
                 t, want = inputs(3)
                 assert torch.allclose(forward(lane, 0, t).float(), want, rtol=1e-2)
-            transport.doors = {"cuda_ipc": "the server computes on a CPU"}
+            transport.offered = {"cuda_ipc": "the server computes on a CPU"}
             with pytest.raises(UnavailableError, match="cuda_ipc: the server computes on a CPU"):
                 await client.device_session(0)
-            transport.doors = None
+            transport.offered = None
             with pytest.raises(DeadlineExceededError, match="door"):
                 await client.device_session(0, timeout_s=0.05)
-            transport.doors = {"cuda_ipc": server.gpu}
+            transport.offered = {"cuda_ipc": server.gpu}
             opened, leave, left = threading.Event(), threading.Event(), []
             true = cuda_ipc.open_session
 
@@ -255,9 +255,9 @@ def test_kernels_that_cannot_be_loaded_end_the_session_with_a_reason(server, gpu
 
 def test_a_server_on_a_cpu_and_one_without_a_driver_say_so(monkeypatch):
     engine = Engine(torch.device("cpu"), policy=Policy(max_tokens=64))
-    assert "CPU" in engine.sessions.pool_refusal()
+    assert "CPU" in engine.shm_connections.pool_refusal()
     with pytest.raises(PoolError, match="CPU"):
-        engine.sessions.pool(1)
+        engine.shm_connections.pool(1)
     cuda_module.cuda.cache_clear()
     monkeypatch.setattr(C, "CDLL", lambda name: (_ for _ in ()).throw(OSError("no such file")))
     assert "driver cannot be used" in cuda_module.device_refusal(0)

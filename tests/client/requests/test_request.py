@@ -172,14 +172,14 @@ def test_routes_that_are_not_kept_are_nobodys(of):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_parts_by_holder_and_by_size_add_up_to_the_whole(data):
-    """Each route goes to exactly one part, each token once to a holder, none of more than max_tokens."""
+    """Each route goes to exactly one part, each token once to a replica, none of more than max_tokens."""
     tokens, top_k, experts = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 3)), 7
-    holders, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    replicas, most = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     of = data.draw(st.sampled_from([np.asarray, torch.as_tensor]))
     x = rng.standard_normal((tokens, 4)).astype(np.float32)
     ids, weights = rng.integers(0, experts, (tokens, top_k)), rng.random((tokens, top_k)).astype(np.float32)
-    owner = rng.integers(0, holders, experts)
+    owner = rng.integers(0, replicas, experts)
     whole = Request(0, of(x), of(ids), of(weights))
     table = rng.standard_normal((experts, 4)).astype(np.float32)
 
@@ -190,8 +190,8 @@ def test_parts_by_holder_and_by_size_add_up_to_the_whole(data):
         return np.asarray(r.hidden_states) * picked.sum(1)
 
     total, routes = np.zeros_like(x), 0
-    for holder in range(holders):
-        mine = owner[ids] == holder
+    for replica in range(replicas):
+        mine = owner[ids] == replica
         rows = np.flatnonzero(mine.any(axis=1))
         part = whole.routes(of(mine)).rows(of(rows))
         sums = [np.zeros((0, 4), np.float32)]

@@ -20,7 +20,7 @@ from expertd.errors import UnavailableError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient, trace
 from expertd_client.engines.torch_experts import RemoteExperts
-from expertd_client.tracing import Part, TracedCall, gpu_clock, recorder
+from expertd_client.tracing import SubRequestTrace, TracedCall, gpu_clock, recorder
 from expertd_client.tracing.stages import SERVER, own_clock, placed, stages_of
 
 pytestmark = pytest.mark.timeout(30)
@@ -143,7 +143,7 @@ def test_nothing_is_recorded_outside_and_one_at_a_time(client):
 
 
 def part(begin, sent, answered, arrival=0, **timing):
-    found = Part("there", 3, begin_ns=begin, sent_ns=sent)
+    found = SubRequestTrace("there", 3, begin_ns=begin, sent_ns=sent)
     found.answered(pb.Timing(arrival_ns=arrival, **timing), answered)
     return found
 

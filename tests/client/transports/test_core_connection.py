@@ -1,4 +1,4 @@
-"""ExpertClient over shared memory and TCP: what is the same, against the real doors and the real engine; the gRPC
+"""ExpertClient over shared memory and TCP: what is the same, against the real listeners and the real engine; the gRPC
 in between is a function."""
 
 import asyncio
@@ -22,12 +22,12 @@ from expertd.errors import (
 )
 from expertd_client import AsyncExpertClient, ExpertClient
 from expertd_client.requests.e4m3 import quantize
-from expertd_client.transports.shm.session import AsyncShmTransport, ShmTransport
-from expertd_client.transports.tcp.session import AsyncTcpTransport, TcpTransport
+from expertd_client.transports.shm.connection import AsyncShmTransport, ShmTransport
+from expertd_client.transports.tcp.connection import AsyncTcpTransport, TcpTransport
 from expertd_server.config.values import Address
-from expertd_server.engine.peers import PeerBounds
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.engine.tcp_connections import TcpBounds
+from expertd_server.transports.shm import ShmListener
+from expertd_server.transports.tcp import TcpListener
 
 MISSING = missing()
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
@@ -56,19 +56,19 @@ def engine(sums):
 
 
 @pytest.fixture
-def door(engine, name):
+def listener(engine, name):
     if name == "shm":
-        door = ShmDoor(engine, arena_bytes=8 << 20)
+        listener = ShmListener(engine, arena_bytes=8 << 20)
     else:
-        door = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(8 << 20))
-    door.start()
-    yield door
-    door.close()
+        listener = TcpListener(engine, Address("127.0.0.1", 0), TcpBounds(8 << 20))
+    listener.start()
+    yield listener
+    listener.close()
 
 
-def connected(door, name):
+def connected(listener, name):
     channel = ShmTransport() if name == "shm" else TcpTransport(WHERE)
-    client = ExpertClient(Transport(door.offer, channel))
+    client = ExpertClient(Transport(listener.offer, channel))
     assert client.session(timeout_s=30).transport == name, client.session()
     return client
 
@@ -78,8 +78,8 @@ def loop_channel(name):
 
 
 @pytest.fixture
-def client(door, name):
-    with connected(door, name) as client:
+def client(listener, name):
+    with connected(listener, name) as client:
         yield client
 
 
@@ -202,7 +202,7 @@ def test_a_deadline_ends_a_request_and_its_place_comes_back_when_the_server_has_
     until(lambda: way(client)._client.taken == 0)
 
 
-def test_a_server_that_goes_fails_what_is_in_flight_and_what_comes_later_travels_inline(client, sums, door, name):
+def test_a_server_that_goes_fails_what_is_in_flight_and_what_comes_later_travels_inline(client, sums, listener, name):
     sums.gate.clear()
     failed = []
 
@@ -215,7 +215,7 @@ def test_a_server_that_goes_fails_what_is_in_flight_and_what_comes_later_travels
     waiter.start()
     future = client.submit(0, *inputs(2)[0])
     until(lambda: way(client)._client.taken == 2)
-    door.close()
+    listener.close()
     with pytest.raises(UnavailableError, match="ended the session"):
         future.result(10)
     waiter.join(10)
@@ -248,24 +248,24 @@ def test_a_stream_that_ends_first_fails_who_waits_with_what_may_be_tried_again(c
         future.result(10)
 
 
-def test_an_idle_session_sees_its_end(client, door):
+def test_an_idle_session_sees_its_end(client, listener):
     client.forward(0, *inputs(2)[0])
-    door.close()
+    listener.close()
     until(lambda: client.session().transport == "inline")
 
 
-def test_sessions_leave_no_descriptors(client, door, name):
+def test_sessions_leave_no_descriptors(client, listener, name):
     gc.collect()  # engines of other tests have descriptors
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        with connected(door, name) as c:
+        with connected(listener, name) as c:
             c.forward(0, *inputs(2)[0])
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
-async def test_a_loop_has_its_own_way(door, name):
+async def test_a_loop_has_its_own_way(listener, name):
     channel = loop_channel(name)
-    async with AsyncExpertClient(Transport(door.offer, channel)) as c:
+    async with AsyncExpertClient(Transport(listener.offer, channel)) as c:
         assert (await c.session(timeout_s=30)).transport == name
         for seed, most in enumerate((8, 8, 2000)):
             calls = [inputs(1 + n * most // 8, seed=seed) for n in range(8)]
@@ -274,7 +274,7 @@ async def test_a_loop_has_its_own_way(door, name):
                 assert np.allclose(answer.output, want, rtol=1e-2)
         with pytest.raises(ExpertIdOutOfRangeError):
             await c.forward(0, inputs(1)[0][0], np.array([[99, 0]], np.int32), np.ones((1, 2), np.float32))
-        await asyncio.to_thread(door.close)
+        await asyncio.to_thread(listener.close)
         for _ in range(500):
             if (await c.session()).transport == "inline":
                 break
@@ -282,10 +282,10 @@ async def test_a_loop_has_its_own_way(door, name):
         assert "broke" in (await c.session()).refused[name]
 
 
-async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_others(door, name, sums, monkeypatch):
+async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_others(listener, name, sums, monkeypatch):
     """A quick answer is found without the bell; one that takes longer than looking is worth is waited for."""
     channel = loop_channel(name)
-    async with AsyncExpertClient(Transport(door.offer, channel)) as c:
+    async with AsyncExpertClient(Transport(listener.offer, channel)) as c:
         assert (await c.session(timeout_s=30)).transport == name
         connection, args = c._opened[1]._link.session_connection, inputs(2)[0]
         looked, poll = [0], connection._client.poll

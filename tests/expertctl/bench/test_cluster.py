@@ -48,7 +48,7 @@ def test_tables_where_there_is_no_server(monkeypatch, capsys):
 def test_tables_of_calls(capsys):
     one, own = bench_cluster.One(8, 2048, "shm", 41.2, 55.9), bench_cluster.Own(8, 2048, 3, 70.4, 30.2, 0.25, 90.4)
     never = bench_cluster.Own(128, 2048, 3, 300.0, 100.0, 0.0, 0.0)
-    bench_cluster._show([bench_cluster.Row(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own, never])
+    bench_cluster._show([bench_cluster.ClusterMeasurement(8, 2048, 8, 3, 1, 1.0, 1.0, 1.0, 2.0)], [one], [own, never])
     shown = capsys.readouterr().out
     assert "a call to one server in microseconds: H 2048, shm" in shown
     assert ["8", "41", "56", "15"] in [line.replace("│", " ").split() for line in shown.splitlines()]

@@ -26,7 +26,7 @@ from expertctl.load.routing import parse_routing
 from expertctl.load.selector import run_precisely
 from expertctl.load.series import hdr_encoded, hdr_text, quantile_curve, slices
 from expertctl.load.show import Outcome, Run, as_json, show, transport_text
-from expertctl.load.slo import Trial, parse_promise, search, upper_share
+from expertctl.load.slo import Trial, parse_slo, search, upper_share
 from expertd_client.cluster import Answered
 
 SHAPE = LayerShape(layer=3, hidden_size=16, num_experts=64, top_k=4)
@@ -113,27 +113,27 @@ class Server:
     """Waits of an M/M/1 line: with `capacity` requests a second, the share e^(-(capacity - rate) t) takes longer
     than t."""
 
-    def __init__(self, capacity, promise, seed=0):
-        self.capacity, self.promise, self.rng = capacity, promise, np.random.default_rng(seed)
+    def __init__(self, capacity, slo, seed=0):
+        self.capacity, self.slo, self.rng = capacity, slo, np.random.default_rng(seed)
         self.asked = []
 
     def share(self, rate):
-        return math.exp(-(self.capacity - rate) * self.promise.bound_s) if rate < self.capacity else 1.0
+        return math.exp(-(self.capacity - rate) * self.slo.bound_s) if rate < self.capacity else 1.0
 
     async def __call__(self, rate):
         self.asked.append(rate)
-        n = self.promise.requests(rate, 3.0)
+        n = self.slo.requests(rate, 3.0)
         late = int(self.rng.binomial(n, self.share(rate)))
-        return Trial(rate, n, late, self.promise.bound_s * (2 if late > n / 100 else 0.5))
+        return Trial(rate, n, late, self.slo.bound_s * (2 if late > n / 100 else 0.5))
 
 
 async def test_the_search_finds_the_rate_of_a_line():
-    promise = parse_promise("p99<20ms")
+    slo = parse_slo("p99<20ms")
     true = 1000 - math.log(100) / 0.02  # 769.7: where just 1 % take longer
     found = []
     for seed in range(20):
-        server = Server(1000.0, promise, seed)
-        found.append(await search(promise, 990.0, server))
+        server = Server(1000.0, slo, seed)
+        found.append(await search(slo, 990.0, server))
         assert len(server.asked) < 45
     rates = [f.rate for f in found]
     assert all(0.88 * true < rate for rate in rates), rates
@@ -145,15 +145,15 @@ async def test_the_search_finds_the_rate_of_a_line():
 
 
 async def test_where_the_peak_itself_keeps_it_that_is_said():
-    promise = parse_promise("p50<1s")
-    found = await search(promise, 500.0, Server(1000.0, promise))
+    slo = parse_slo("p50<1s")
+    found = await search(slo, 500.0, Server(1000.0, slo))
     assert (found.rate, found.limited) == (500.0, True)
     assert "the load generator could not send more" in found.sentence()
 
 
 async def test_where_no_rate_keeps_it():
-    promise = parse_promise("p99.9<1us")
-    found = await search(promise, 500.0, Server(1000.0, promise))
+    slo = parse_slo("p99.9<1us")
+    found = await search(slo, 500.0, Server(1000.0, slo))
     assert found.rate is None
     assert "no rate meets p99.9 < 1 us" in found.sentence()
 
@@ -162,7 +162,7 @@ async def test_what_the_generator_could_not_offer_is_no_answer():
     async def behind(rate):
         return Trial(rate, 1000, 0, 0.001, behind=rate > 100)
 
-    found = await search(parse_promise("p99<20ms"), 1000.0, behind)
+    found = await search(parse_slo("p99<20ms"), 1000.0, behind)
     assert 90 < found.rate <= 100
     assert found.limited
 
@@ -177,11 +177,11 @@ def test_wilsons_bound():
 @pytest.mark.parametrize("text", ["p99", "p99<20", "p0<1s", "p100<1s", "p99>20ms", "99<20ms", "p99<0ms"])
 def test_a_promise_that_is_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="want an objective, for example p99<20ms"):
-        parse_promise(text)
+        parse_slo(text)
 
 
 def test_promises_are_read():
-    p = parse_promise("p99.9<500us")
+    p = parse_slo("p99.9<500us")
     assert (p.quantile, p.bound_s, p.text) == (0.999, 0.0005, "p99.9 < 500 us")
     assert p.requests(10, 1) == 5000
     assert p.requests(1e6, 1) == 1_000_000

@@ -1,4 +1,5 @@
-"""Servers as actors of a real Ray cluster of three nodes: an actor, a node and the keeper are killed under load."""
+"""Servers as actors of a real Ray cluster of three nodes: an actor, a node and the coordinator are killed under
+load."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expertctl.bench.faults.load import Callers
+from expertctl.bench.faults.load import LoadClients
 from expertctl.cli import main
 from expertctl.common.workload import LayerShape, drawn
 from expertd.errors import UnavailableError
@@ -62,7 +63,7 @@ def wait_for(wanted) -> list[dict]:
     """The servers' rows as soon as all serve and they are `wanted`."""
     end_s, found = time.monotonic() + LIMIT_S, []
     while time.monotonic() < end_s:
-        with contextlib.suppress(UnavailableError):  # the keeper is being started again
+        with contextlib.suppress(UnavailableError):  # the coordinator is being started again
             found = status("experts")
             if wanted(found) and all(row["phase"] == "serving" for row in found):
                 return found
@@ -70,7 +71,7 @@ def wait_for(wanted) -> list[dict]:
     raise AssertionError(found)
 
 
-def more_calls(*loads: Callers) -> None:
+def more_calls(*loads: LoadClients) -> None:
     """Waits until each has had a hundred more answers; a call that hangs, or fails, lets it wait in vain."""
     wanted = [len(load.calls) + 100 for load in loads]
     until(lambda: all(len(load.calls) >= n for load, n in zip(loads, wanted, strict=True)), LIMIT_S)
@@ -101,8 +102,8 @@ def test_who_is_killed_is_started_again_and_no_call_fails(nodes, capsys, tmp_pat
         with ExpertCluster(RayServers()) as inside, ExpertCluster(PlacementFile(file)) as outside:
             expected = np.asarray(inside.forward_request(request).output, np.float32)
             with (
-                Callers(inside, request, expected, 2e-2, 1) as callers,
-                Callers(outside, request, expected, 2e-2, 1) as others,
+                LoadClients(inside, request, expected, 2e-2, 1) as callers,
+                LoadClients(outside, request, expected, 2e-2, 1) as others,
             ):
                 more_calls(callers, others)
                 os.kill(first[0]["pid"], signal.SIGKILL)
@@ -111,7 +112,7 @@ def test_who_is_killed_is_started_again_and_no_call_fails(nodes, capsys, tmp_pat
 
                 ray.kill(ray.get_actor("experts", namespace=NAMESPACE), no_restart=False)
                 more_calls(callers)
-                found = wait_for(lambda found: found[0]["starts"] == 1)  # a new keeper has seen each once
+                found = wait_for(lambda found: found[0]["starts"] == 1)  # a new coordinator has seen each once
                 assert len({row["pid"] for row in found}) == 4
 
                 gone = next(row["node"] for row in found if row["node"] != HEAD)

@@ -12,7 +12,7 @@ import pytest
 
 from expertctl.cli import main
 from expertctl.simulation import service as services
-from expertctl.simulation.outcome import Tally
+from expertctl.simulation.outcome import SimulationTally
 from expertctl.simulation.real import run_real
 from expertctl.simulation.service import H200_INT4, Service
 from expertctl.simulation.simulate import simulate
@@ -81,7 +81,7 @@ def test_a_server_that_fails_costs_no_call_where_there_is_another(hangs):
 
 def test_a_deadline_to_come_keeps_nothing_of_a_part_that_was_answered():
     class Waiter:
-        leg = SimpleNamespace(part=SimpleNamespace(routes=2))
+        sub = SimpleNamespace(part=SimpleNamespace(routes=2))
 
         def answer(self, result):
             answers.append(result.routes_computed)
@@ -99,7 +99,7 @@ def test_a_deadline_to_come_keeps_nothing_of_a_part_that_was_answered():
 
 def test_calls_that_ended_go_without_the_collector(monkeypatch):
     """It stands while the clock runs, and nothing piles up: failed, hedged and repeated calls, too."""
-    ended, alive = Tally.ended, []
+    ended, alive = SimulationTally.ended, []
 
     def flights_there():
         return sum(type(o) is Flight for o in gc.get_objects())
@@ -109,7 +109,7 @@ def test_calls_that_ended_go_without_the_collector(monkeypatch):
         if number == 1999:
             alive.append((gc.isenabled(), flights_there()))
 
-    monkeypatch.setattr(Tally, "ended", look)
+    monkeypatch.setattr(SimulationTally, "ended", look)
     outages = [Outage(float(n), n % 3, 0.7, n % 2 == 0) for n in range(1, 20)]
     gc.collect()
     before = flights_there()  # of other tests

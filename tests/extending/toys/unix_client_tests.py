@@ -66,7 +66,7 @@ def test_requests_travel_by_it(host, batch, monkeypatch):
 
 
 def test_a_server_without_it_says_so_and_the_next_one_serves(host, batch):
-    del host.service.doors["unix"]
+    del host.service.offered["unix"]
     with ExpertClient(host.address, timeout_s=20) as client:
         session = client.session()
         assert session.transport == "shm"

@@ -94,7 +94,7 @@ class Connection:
     def __init__(self, service, sock, caller):
         self.sock, self.caller, self._service = sock, caller, service
         self._outbox = queue.SimpleQueue()
-        self.session = service.session(self, caller, transport=NAME)
+        self.session = service.connection(self, caller, transport=NAME)
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self.threads:
             thread.start()

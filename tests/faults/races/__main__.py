@@ -16,8 +16,8 @@ import weave
 from planted import PLANTED
 
 CLUSTER = (
-    *("asked", "call", "cluster", "direct", "flight", "leg", "lone", "member", "members", "place", "policy"),
-    *("surroundings", "timers", "unserved"),
+    *("call", "cluster", "fast_call", "flight", "member", "members", "policy", "routing"),
+    *("server_call", "shared", "sub_request", "timers", "unserved"),
 )
 WOVEN = (
     *(f"expertd_client.cluster.{name}" for name in CLUSTER),

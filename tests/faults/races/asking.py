@@ -1,4 +1,4 @@
-"""csrc/ask.cpp in Python, on the sessions of `world`: it reads and writes the memory of the real Desk."""
+"""csrc/ask.cpp in Python, on the sessions of `world`: it reads and writes the memory of the real CallMemory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import virtual
 from virtual import point
 from world import H, K, Memory, array_at
 
+from expertd.shm.in_flight import NoRoomError
 from expertd.shm.layout import Completion, Submission
-from expertd.shm.tickets import NoRoomError
 from expertd_client.cluster import native
 from expertd_client.cluster.join import Sum, join_numpy
 

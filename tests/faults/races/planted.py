@@ -13,9 +13,11 @@ _FLIGHT, _LINK, _BESIDE = (
 PLANTED: dict[str, Fault] = {
     # Who waits in a session hears that this client closed it, where its stream broke.
     "forgets-why": {_BESIDE: [("        self._broken = error\n", "")]},
-    # A leg is put elsewhere that is asked of another server at the same time: its answer counts twice.
+    # A sub-request is put elsewhere that is asked of another server at the same time: its answer counts twice.
     "counts-twice": {
-        _FLIGHT: [("leg not in self.legs or leg.tries or leg.result is not None:", "leg not in self.legs:")]
+        _FLIGHT: [
+            ("sub not in self.sub_requests or sub.tries or sub.result is not None:", "sub not in self.sub_requests:")
+        ]
     },
     # A request that a session refuses as it ends is told so, and sent inline as well.
     "sends-twice": {

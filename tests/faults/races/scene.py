@@ -82,14 +82,14 @@ def _play(scheduler: Scheduler, rng: random.Random, found: Found, rounds: int, c
     cluster = ExpertCluster(
         list(servers), transport=lambda name: world.Transport(servers[name], sessions), policy=policy
     )
-    cluster._around.rng = random.Random(rng.random())
+    cluster._state.rng = random.Random(rng.random())
     try:
         _call(scheduler, cluster, found, 0)
         _ready(cluster, servers)
         late_s = rng.choice((1e-4, 1e-3))
         for _ in range(20):
             for tokens in (1, 2, 3):
-                cluster._around.latencies.add(tokens, late_s)
+                cluster._state.latencies.add(tokens, late_s)
         for _ in range(rounds):
             _round(scheduler, rng, cluster, servers, found, callers)
             if found.wrong:
@@ -187,7 +187,7 @@ def _left(cluster: ExpertCluster) -> str:
             return f"{m.address}: requests that nobody answers: {list(link.pending)}"
         if way is not None and (way._client.taken or way._users != 1 or way._tickets or way._waiting):
             return f"{m.address}: {way._client.taken} tickets, {way._users} users, {way._waiting} waited for"
-    return "calls under way" if cluster._around.flights else ""
+    return "calls under way" if cluster._state.flights else ""
 
 
 def prepare() -> None:

@@ -18,8 +18,8 @@ from virtual import Scheduler, point
 
 from expertd.codec import ForwardResponseView, TensorView
 from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError, UnavailableError
+from expertd.shm.in_flight import NoRoomError, SessionEndedError
 from expertd.shm.layout import Completion, Submission, Tensors
-from expertd.shm.tickets import NoRoomError, SessionEndedError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.core_transport import BlockingTransport

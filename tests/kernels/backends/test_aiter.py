@@ -13,10 +13,10 @@ from vendor import bits, functions, package_folder
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import aiter as backend
 from expertd_kernels.backends import aiter_layout as layouts
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import relative_error

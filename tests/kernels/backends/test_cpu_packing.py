@@ -6,8 +6,8 @@ import pytest
 from cpu_kit import MISSING, SCHEMES, layer, same_bits
 
 from expertd_kernels import decide
+from expertd_kernels.common.problem import Package
 from expertd_kernels.oracle.decision import NoBackendError
-from expertd_kernels.problem import Package
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING or "built")
 

@@ -5,8 +5,8 @@ import torch
 
 from expertd_kernels import Activation, reference, relative_error, tolerance
 from expertd_kernels.backends import cpu_torch
-from expertd_kernels.builder import problem_of
 from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 SCHEMES = ["int4_g32", "int4_g128", "int4_g32_zp", "int4_channel", "int8_g64", "mxfp4", "e4m3_block128", "bf16"]

@@ -12,9 +12,9 @@ from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import deepgemm as backend
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.backends.scales import as_f32, as_stored
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import relative_error
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme

@@ -13,9 +13,9 @@ from vendor import bits, check_packing, functions, package_folder, refused
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_cutlass as backend
 from expertd_kernels.backends.cutlass_layout import BITS
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import relative_error, tolerance

@@ -10,7 +10,7 @@ from vendor import bits, check_packing, refused
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import flashinfer_trtllm as backend
 from expertd_kernels.backends.trtllm_layout import MULTIPLES, swizzle
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.scheme import ScaleType, Scheme
 
 

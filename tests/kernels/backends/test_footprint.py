@@ -16,9 +16,9 @@ from cpu_levels import KNOWN, how
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, decide, detect_device, problem_of
 from expertd_kernels.backends.footprint import WEIGHTS, canonical_bytes, footprint, packed_bytes
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import Element, ScaleType
 

@@ -9,9 +9,9 @@ from vendor import bits, check_packing, refused
 
 from expertd_kernels import NAMED_DEVICES, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import humming as backend
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ScaleType, Scheme
 

@@ -12,10 +12,10 @@ from vendor import bits, check_packing, functions, package_folder, refused
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, decide, problem_of
 from expertd_kernels.backends import marlin as backend
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.canonical import unpack_nibbles
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme

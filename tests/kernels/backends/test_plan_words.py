@@ -7,7 +7,7 @@ import pytest
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8
 from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 from expertd_kernels.backends.plan_words import in_words, shown, values_of
-from expertd_kernels.backends.portable.tiling import Plan, Tile
+from expertd_kernels.backends.portable.tiling import Tile, TilingPlan
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def test_plans_of_every_kernel_are_words():
     rings = "few (rows 8, many 8, stages 3) (rows 8, many 8, stages 3, parts 2)"
     assert str(few) == f"stages 4, together 16, {rings}"
     gemm = "weight rows 64, containers 32, warps 4, stages 3"
-    plan = Plan(8, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3, 4, True), direct=True)
+    plan = TilingPlan(8, Tile(64, 32, 4, 3), Tile(64, 32, 4, 3, 4, True), direct=True)
     assert str(plan) == f"rows 8, w13 ({gemm}), w2 ({gemm}, together 4, weighted), direct"
 
 

@@ -16,10 +16,10 @@ from xpu_cases import vendor as package
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationKind, decide, problem_of
 from expertd_kernels.backends import xpu as backend
 from expertd_kernels.backends.xpu_layout import GROUPS
+from expertd_kernels.common.problem import Device
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device
-from expertd_kernels.refused import Refused
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference
 from expertd_kernels.weights.numerics import relative_error

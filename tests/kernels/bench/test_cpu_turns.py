@@ -16,10 +16,10 @@ from expertd_kernels.bench import cpu_turns
 from expertd_kernels.bench.cpu import row_of, table
 from expertd_kernels.bench.cpu_layer import Point, settle
 from expertd_kernels.bench.cpu_memory import RunsReader
-from expertd_kernels.bench.cpu_turns import Plan, Sample, generation, samples
-from expertd_kernels.builder import problem_of
+from expertd_kernels.bench.cpu_turns import Sample, TurnsPlan, generation, samples
 from expertd_kernels.native import library as native
 from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 built = pytest.mark.skipif(bool(native.kernel_error()), reason=native.kernel_error() or "built")
@@ -28,7 +28,7 @@ LAYER = ("tiny/1", "int4_g128")
 
 
 def plan(**others):
-    return Plan([LAYER], lambda scheme: ["cpu"], others, [1], [1, 9], 0.001, "wall")
+    return TurnsPlan([LAYER], lambda scheme: ["cpu"], others, [1], [1, 9], 0.001, "wall")
 
 
 def resident(address, nbytes):
@@ -119,7 +119,7 @@ def test_a_peer_that_ends_or_cannot_be_had_is_told_and_stops_no_other():
 @built
 def test_no_point_is_begun_when_the_budget_is_spent_and_a_fault_of_ours_is_raised(monkeypatch):
     assert list(generation(plan(), lambda: True, {}, print)) == []
-    wrong = Plan([("tiny/1", "no_scheme")], lambda scheme: ["cpu"], {}, [1], [1], 0.001, "wall")
+    wrong = TurnsPlan([("tiny/1", "no_scheme")], lambda scheme: ["cpu"], {}, [1], [1], 0.001, "wall")
     with pytest.raises(RuntimeError, match="ours and the reads: ValueError"):
         list(generation(wrong, lambda: False, {"1": {}}, print))
     assert cpu_turns.STOP_S < 10

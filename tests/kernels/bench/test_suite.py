@@ -10,7 +10,7 @@ import pytest
 
 import suite
 from expertd_kernels.bench.__main__ import parser as bench_parser
-from expertd_kernels.bench.rows import picked
+from expertd_kernels.bench.measurements import picked
 from expertd_kernels.oracle.table import BACKENDS
 from numerics import _parser as numerics_parser
 from suite import main

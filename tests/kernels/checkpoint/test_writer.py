@@ -15,7 +15,7 @@ from expertd_kernels import Weights
 from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.checkpoint.writer import quantize_checkpoint
 from expertd_kernels.weights.quantize import quantize, scheme_named
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 
 Config = dict[str, Any]
 QWEN: Config = {

@@ -9,11 +9,11 @@ import torch
 
 from expertd_kernels import reference, relative_error
 from expertd_kernels.backends import cpu
-from expertd_kernels.builder import problem_of
 from expertd_kernels.measure.cpu_threads import candidates, choose, measured_threads
 from expertd_kernels.native import library as native
 from expertd_kernels.native.cores import Core, cpu_quota, most_threads, physical_cores, places, plan
 from expertd_kernels.oracle.probe import detect_device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 
 built = pytest.mark.skipif(bool(native.kernel_error()), reason=native.kernel_error() or "built")

@@ -31,10 +31,10 @@ from expertd_kernels.backends.gluon.weight_only.planning import heuristic
 from expertd_kernels.backends.portable.layout import layout_of
 from expertd_kernels.backends.portable.tiling import Facts, make_plan
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
+from expertd_kernels.common.problem import Device
 from expertd_kernels.oracle.decision import RULES, backend_module
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import Device
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import reference as compute
 from expertd_kernels.weights.numerics import relative_error

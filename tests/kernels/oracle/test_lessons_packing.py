@@ -10,9 +10,9 @@ from lesson_cases import biases_of_both, obeys_the_routes, own, zero_points_of_b
 from vendor import check_packing
 
 from expertd_kernels import ActivationQuant
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import backend_module
 from expertd_kernels.oracle.rules import judge
-from expertd_kernels.refused import Refused
 from expertd_kernels.weights.scheme import Element, Scheme
 
 EVERY = pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)

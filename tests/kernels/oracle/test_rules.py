@@ -17,9 +17,9 @@ from expertd_kernels import (
     Scheme,
     decide,
 )
+from expertd_kernels.common.problem import Device
+from expertd_kernels.oracle.backend import CPU_KERNEL
 from expertd_kernels.oracle.decision import RULES, DeviceRange, SchemeSupport
-from expertd_kernels.oracle.row import CPU_KERNEL
-from expertd_kernels.problem import Device
 
 SM90 = NAMED_DEVICES["sm90"]
 

@@ -13,7 +13,7 @@ from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.packed.cache import ALIGN, CacheError, PackedCache, code_digest, read_packed, write_packed
 from expertd_kernels.packed.file import checksum
-from expertd_kernels.packed.proof import prove
+from expertd_kernels.packed.integrity import prove
 from expertd_kernels.packed.selfcheck import accept, check
 from expertd_kernels.sources.synthetic import random_weights
 

@@ -17,13 +17,13 @@ import pytest
 from cache_kit import CPU, scribble, turn
 
 from expertd_kernels import decide, problem_of
-from expertd_kernels.atomic_file import replacing
 from expertd_kernels.backends import reference as backend
+from expertd_kernels.common.atomic_file import replacing
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.packed import file as file_module
 from expertd_kernels.packed.cache import CacheError, PackedCache
 from expertd_kernels.packed.file import ALIGN, read_entry, read_header
-from expertd_kernels.packed.proof import prove
+from expertd_kernels.packed.integrity import prove
 from expertd_kernels.sources.synthetic import random_weights
 
 # ---------------------------------------------------------------------------------------------- while it is read

@@ -13,11 +13,11 @@ import torch
 from cache_kit import NAME, Layer, scribble, turn
 
 from expertd_kernels.backends import reference as backend
+from expertd_kernels.common.protocol import ExpertsLostError
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.packed import mapping
 from expertd_kernels.packed.cache import CacheError
 from expertd_kernels.packed.file import ALIGN, read_entry
-from expertd_kernels.protocol import ExpertsLostError
 
 guarded = pytest.mark.skipif(bool(kernel_error()), reason=kernel_error() or "the library is there")
 

@@ -9,9 +9,9 @@ import torch
 
 from expertd_kernels import ActivationQuant, Problem, Weights, build, decide, detect_device, problem_of
 from expertd_kernels.backends.reference import ReferenceExperts
-from expertd_kernels.packed.proof import prove
+from expertd_kernels.common.protocol import Experts
+from expertd_kernels.packed.integrity import prove
 from expertd_kernels.packed.selfcheck import accept, boot_reference_experts, check, self_check
-from expertd_kernels.protocol import Experts
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.activation import Activation, ActivationKind
 

@@ -26,9 +26,9 @@ from expertd_kernels import (
     reference,
     relative_error,
 )
-from expertd_kernels.builder import experts_of, pack
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.oracle.table import BACKENDS
+from expertd_kernels.packed.builder import experts_of, pack
 from expertd_kernels.packed.file import read_packed, write_packed
 from expertd_kernels.packed.selfcheck import self_check
 from expertd_kernels.sources.synthetic import random_inputs, random_weights

@@ -17,18 +17,18 @@ from fuzzed import ARENA, DEADLINE_S, TOKENS, Fuzzed, H, disturb, fill, garbage,
 
 from expertd.shm import layout
 from expertd.shm.client import Client
+from expertd.shm.in_flight import RequestsInFlight
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region, host_id
-from expertd.shm.tickets import Tickets
 from expertd.tcp.client import Client as TcpClient
 from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd_server.config.values import Address
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.peers import PeerBounds
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports.shm import ShmDoor
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.engine.tcp_connections import TcpBounds
+from expertd_server.transports.shm import ShmListener
+from expertd_server.transports.tcp import TcpListener
 
 __all__ = ["HostileClients"]
 
@@ -81,15 +81,15 @@ class HostileClients(Fuzzed):
         engine.start()
         engine.open()
         each = layout.region_bytes(layout.ENTRIES, ARENA)
-        self.shm = ShmDoor(engine, arena_bytes=ARENA, most_bytes=4 * _MOST * each)
+        self.shm = ShmListener(engine, arena_bytes=ARENA, most_bytes=4 * _MOST * each)
         self.shm.start()
-        self.tcp = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(1 << 20), most_sessions=4 * _MOST)
+        self.tcp = TcpListener(engine, Address("127.0.0.1", 0), TcpBounds(1 << 20), most_sessions=4 * _MOST)
         self.tcp.start()
         self.hostile: list[_Hostile] = []
         self.frames: list[socket.socket] = []
         self.strangers: list[socket.socket] = []
         self.honest_sock, region = self._enter_shm("honest")
-        self.honest: list[Tickets] = [Client(region), TcpClient(self._enter_tcp("honest"))]
+        self.honest: list[RequestsInFlight] = [Client(region), TcpClient(self._enter_tcp("honest"))]
         self.check()
         self.fds = len(os.listdir("/proc/self/fd"))
 
@@ -262,7 +262,7 @@ class HostileClients(Fuzzed):
     def _all_gone(self) -> None:
         until_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < until_s:
-            found = self.shm.sessions, len(self.engine.sessions), self.tcp.sessions
+            found = self.shm.sessions, len(self.engine.shm_connections), self.tcp.sessions
             fds = len(os.listdir("/proc/self/fd"))
             if found == (1, 1, 1) and fds <= self.fds:
                 return

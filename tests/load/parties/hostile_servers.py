@@ -12,9 +12,9 @@ from fuzzed import ARENA, DEADLINE_S, Fuzzed, disturb, fill, garbage
 
 from expertd.shm import layout
 from expertd.shm.client import Client
+from expertd.shm.in_flight import NoRoomError, RequestsInFlight, SessionEndedError
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region
-from expertd.shm.tickets import NoRoomError, SessionEndedError, Tickets
 from expertd.tcp.client import Client as TcpClient
 from expertd.v1 import expert_service_pb2 as pb
 
@@ -29,7 +29,7 @@ _OUT_BYTES = 128
 class _HostileServer(Fuzzed):
     """A client's session whose server does anything.  The client keeps its deadline, and its tickets."""
 
-    client: Tickets
+    client: RequestsInFlight
     sock: socket.socket
 
     def __init__(self) -> None:

@@ -4,7 +4,7 @@ Fields come in any order and more than once, packed, unpacked and split; submess
 than they need be; unknown fields of every wire type and nested groups stand between them; texts may be no UTF-8; and
 about half of the messages are then broken: cut off, bits flipped, bytes inserted or removed, sizes replaced by hostile
 ones.  For each: either both readers accept it and every field is equal, or both refuse it; what the generated classes
-accept and expertd.bounds calls too long is refused.
+accept and expertd.common.bounds calls too long is refused.
 
 What is expected is spelled out here by accessors of the generated classes, so that the codec's own conversion of what
 they read is under test as well.
@@ -23,8 +23,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from expertd import codec
-from expertd.bounds import MAX_RANK
 from expertd.codec import decode
+from expertd.common.bounds import MAX_RANK
 from expertd.errors import BadShapeError, MalformedMessageError
 from expertd.v1 import expert_service_pb2 as pb
 
@@ -256,7 +256,8 @@ REFUSED = (MalformedMessageError, BadShapeError)
 
 
 def too_long(message: Any) -> bool:
-    """Whether some tensor in it has a longer shape than expertd.bounds allows: the one bound within reach here."""
+    """Whether some tensor in it has a longer shape than expertd.common.bounds allows: the one bound within reach
+    here."""
     if isinstance(message, pb.Tensor):
         return len(message.shape) > MAX_RANK
     return any(too_long(value) for f, value in message.ListFields() if f.message_type is not None and not f.is_repeated)
@@ -289,7 +290,7 @@ def check_parity(kind: Kind, data: bytes) -> bool:
         check_head(data, message)
     try:
         got = plain_view(decode_fast(data))
-    except MalformedMessageError as e:  # a small message longer than expertd.bounds allows: no other one may be refused
+    except MalformedMessageError as e:  # a small message longer than common.bounds allows: no other one may be refused
         if re.search(r"got \d{3,} bytes, want at most \d{3}$", e.message):
             return False
         raise

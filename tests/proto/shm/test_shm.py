@@ -16,10 +16,10 @@ from waiting import until_inside
 
 from expertd.shm import layout
 from expertd.shm.client import Client
+from expertd.shm.in_flight import SessionEndedError
 from expertd.shm.layout import Completion, DeviceCalls, Submission
 from expertd.shm.library import LibraryMissingError, library
 from expertd.shm.region import Region, RegionError, peer_uid, supported
-from expertd.shm.tickets import SessionEndedError
 
 try:
     library()

@@ -19,7 +19,7 @@ from expertd_server.engine.admission import Limits, QueueLimits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.service.service import Service
-from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.transports.grpc.server import ExpertServer
 from expertd_server.views.describe import Describer
 from expertd_server.views.metrics import Metrics
 

@@ -22,8 +22,8 @@ from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.engine import Engine
-from expertd_server.transports.grpc_server import ExpertServer
-from expertd_server.transports.grpc_service import Servicer
+from expertd_server.transports.grpc.server import ExpertServer
+from expertd_server.transports.grpc.service import Servicer
 from expertd_server.views.metrics import Metrics
 
 BF16, F16, F32, I32, I64 = (

@@ -23,9 +23,9 @@ from expertd_server.config.values import Address, Ranges
 from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.host.doors import message_bytes
+from expertd_server.host.from_options import message_bytes
 from expertd_server.service.service import Service
-from expertd_server.transports.grpc_server import ExpertServer
+from expertd_server.transports.grpc.server import ExpertServer
 from expertd_server.views.metrics import Metrics
 
 CHECKPOINTS = (

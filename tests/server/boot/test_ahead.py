@@ -10,7 +10,7 @@ from waiting import until
 
 from expertd_kernels.oracle.probe import detect_device
 from expertd_kernels.packed.cache import PackedCache
-from expertd_kernels.packed.proof import boot_reference_experts
+from expertd_kernels.packed.integrity import boot_reference_experts
 from expertd_kernels.sources.synthetic import SyntheticModel
 from expertd_server.boot import layers as boot_module
 from expertd_server.boot.ahead import ReadAhead, bound_text, storage_bytes

@@ -16,18 +16,18 @@ from expertctl.commands.describe import show
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.exchange.session import Session
 from expertd_kernels import NAMED_DEVICES, Package, Problem, Scheme, decide
-from expertd_kernels.measure.tournament import Result, measure
+from expertd_kernels.measure.autotuning import Result, measure
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.oracle.decision import RULES
 from expertd_kernels.oracle.probe import assumed_packages, detect_device, installed_packages
 from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server.boot import measuring
+from expertd_server.boot import autotuning as measuring
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
+from expertd_server.boot.autotuning import Autotuning, affordable_copies
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.layers import boot_layers
-from expertd_server.boot.measuring import Tournaments, affordable_copies
 from expertd_server.boot.prepare import Workshop
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Ranges
@@ -40,7 +40,7 @@ ROWS = {b.name: b for b in BACKENDS}
 
 @st.composite
 def measured(draw):
-    """(decision without a pin, results of a tournament on it)."""
+    """(decision without a pin, results of an autotuning run on it)."""
     scheme = Scheme.parse(draw(st.sampled_from(SCHEMES)))
     device = draw(st.sampled_from(list(NAMED_DEVICES.values())))
     d = decide(Problem(device, scheme, scheme, 8, 2048, 768, top_k=2, packages=PACKAGES))
@@ -99,7 +99,7 @@ def test_the_fastest_of_the_whole_grid_wins(given_):
 @given(measured(), st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_pin_is_the_tournaments_answer_for_that_backend(given_, data):
-    """Pinning b plans what a tournament plans in which b alone is left, and b's verdict is that of the rules."""
+    """Pinning b plans what an autotuning run plans in which b alone is left, and b's verdict is that of the rules."""
     d, results = given_
     name = data.draw(st.sampled_from([v.backend for v in d.verdicts]))
     pinned = decide(d.problem, pin=name)
@@ -124,7 +124,7 @@ def boot(tmp_path, **options):
     config = ServeConfig(**({"synthetic": "tiny:int4_g32", "max_tokens": 8, "cache": tmp_path} | options))
     source, device = open_source(config), torch.device("cpu")
     plans = assign_layers(config, source, detect_device("cpu"), installed_packages(BACKENDS))
-    return boot_layers(plans, Workshop(source, device), oracle=Tournaments.of(config, device, plans))
+    return boot_layers(plans, Workshop(source, device), oracle=Autotuning.of(config, device, plans))
 
 
 @pytest.mark.parametrize("name", CPU_ROWS)

@@ -11,20 +11,20 @@ import torch
 from rich.console import Console
 
 from expertd_kernels.backends.footprint import canonical_bytes, footprint
+from expertd_kernels.common.problem import NAMED_DEVICES
 from expertd_kernels.native.memory import available_bytes, cgroup_limit_bytes
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import NAMED_DEVICES
 from expertd_kernels.sources.synthetic import SyntheticModel
 from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
 from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 from expertd_server.config.resolve import resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
-from expertd_server.engine.sizes import graph_count, lane_routes
+from expertd_server.engine.sizes import batch_slot_routes, graph_count
 from expertd_server.host.host import Host
 from expertd_server.residence import residence
 from expertd_server.residence.residence import Residence
@@ -45,7 +45,7 @@ def test_a_whole_model_on_a_gpu_takes_its_packed_bytes_and_little_more():
     each = [footprint("gluon_sm90", a.decision.problem, 4096) for a in assignments]
     assert plan.weights == sum(f.weights_bytes for f in each) == pytest.approx(13.9 * GIB, rel=0.01)
     assert plan.scratch == max(f.scratch_bytes for f in each), "once for all layers"
-    routes = lane_routes(4096, 8, 128)
+    routes = batch_slot_routes(4096, 8, 128)
     assert plan.buffers == 2 * (4096 * 2 * 2048 + 8 * routes), "outputs where inputs were"
     assert plan.pinned == 2 * (4096 * (2 * 2 * 2048 + 72) + 8 * routes), (
         "host memory, and a line of the table for a row"
@@ -93,7 +93,7 @@ def test_other_numbers_of_routes_and_wider_activations_count():
     more = plan_memory(*made(warm_up_routes=module_ranges("1,16")))
     assert more.scratch > 1.9 * plan.scratch
     assert more.graph_count == graph_count([(2048, [1, 8, 16], False)] * 48, 4096)
-    assert plan_memory(*made(max_tokens=70)).buffers == 2 * (96 * 2 * 2048 + 8 * lane_routes(70, 8, 128)), (
+    assert plan_memory(*made(max_tokens=70)).buffers == 2 * (96 * 2 * 2048 + 8 * batch_slot_routes(70, 8, 128)), (
         "batches are padded"
     )
 

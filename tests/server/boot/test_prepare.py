@@ -3,8 +3,8 @@
 import torch
 
 from expertd_kernels import Device, Problem, Scheme
+from expertd_kernels.common.sizes import planned
 from expertd_kernels.oracle.decision import decide
-from expertd_kernels.sizes import planned
 from expertd_server.boot import prepare as module
 from expertd_server.boot.assignment import Assignment
 from expertd_server.boot.prepare import Workshop, warm_up

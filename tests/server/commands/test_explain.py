@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from expertd_kernels.common.problem import NAMED_DEVICES
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.problem import NAMED_DEVICES
-from expertd_server.cli import COMMANDS, main
+from expertd_server.commands.cli import COMMANDS, main
 
 TINY = ("explain", "--synthetic", "tiny:int4_g128")
 
@@ -25,7 +25,7 @@ def explain(capsys, *args: str) -> dict:
 
 def test_help_lists_every_command_without_importing_torch():
     code = (
-        "import sys; from expertd_server.cli import main\n"
+        "import sys; from expertd_server.commands.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
         "print('torch' in sys.modules, 'grpc' in sys.modules)"
     )

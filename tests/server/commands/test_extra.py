@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from expertctl.cli import COMMANDS as EXPERTCTL
-from expertd_server.cli import COMMANDS as EXPERTD
+from expertd_server.commands.cli import COMMANDS as EXPERTD
 from expertd_server.commands.extra import SERVER
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ def test_the_table_is_that_of_the_extra():
 @pytest.mark.parametrize("command", EXPERTD)
 def test_without_the_server_extra_a_command_says_what_to_install(command):
     source = {"quantize": ["src", "dst", "--scheme", "int4"]}.get(command, ["--synthetic", "tiny:bf16"])
-    done = run("expertd_server.cli", command, *source)
+    done = run("expertd_server.commands.cli", command, *source)
     assert (done.returncode, done.stdout) == (2, "")
     wanted = " ".join(f"'{r}'" for r in SERVER.values())
     assert done.stderr == (
@@ -69,7 +69,7 @@ def test_without_the_server_extra_the_echo_server_says_what_to_install():
 
 
 def test_one_package_that_is_missing_is_named_alone():
-    done = run("expertd_server.cli", "explain", "--synthetic", "tiny:bf16", absent=("prometheus_client",))
+    done = run("expertd_server.commands.cli", "explain", "--synthetic", "tiny:bf16", absent=("prometheus_client",))
     assert done.returncode == 2
     assert done.stderr.startswith("expertd explain: prometheus_client: not installed, and a server needs it")
     assert done.stderr.endswith("pip install 'prometheus-client>=0.20'\n")
@@ -77,7 +77,7 @@ def test_one_package_that_is_missing_is_named_alone():
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], *([command, "--help"] for command in EXPERTD)])
 def test_help_needs_no_extra(args):
-    done = run("expertd_server.cli", *args)
+    done = run("expertd_server.commands.cli", *args)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(("usage: expertd", "expertd "))
 
@@ -96,7 +96,9 @@ def test_a_call_gets_as_far_as_the_network():
 
 
 def test_a_server_on_a_cpu_needs_no_triton():
-    done = run("expertd_server.cli", "explain", "--synthetic", "tiny:int4_g128", "--device", "cpu", absent=("triton",))
+    done = run(
+        "expertd_server.commands.cli", "explain", "--synthetic", "tiny:int4_g128", "--device", "cpu", absent=("triton",)
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "chosen" in done.stdout
 

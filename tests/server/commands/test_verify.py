@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from expertd_server.cli import main
+from expertd_server.commands.cli import main
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 NAMES = sorted(p.name for p in FIXTURES.iterdir() if (p / "expected.safetensors").is_file())

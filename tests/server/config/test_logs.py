@@ -97,7 +97,16 @@ def test_the_level_is_that_of_our_modules(configured):
 @pytest.mark.timeout(120)
 def test_a_server_that_logs_json_says_nothing_else():
     """Its whole life, as a process: every fact of the boot is an object, and standard output stays empty."""
-    command = [sys.executable, "-m", "expertd_server.cli", "serve", "--listen", "127.0.0.1:0", "--log-format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "expertd_server.commands.cli",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--log-format",
+        "json",
+    ]
     options = ["--synthetic", "tiny:int4_g128", "--device", "cpu", "--backend", "reference", "--threads", "1"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(

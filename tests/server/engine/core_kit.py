@@ -15,7 +15,7 @@ from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region
 from expertd_server.engine import core as module
-from expertd_server.engine.core import Config, Core, Forward, LaneMemory, LayerFacts, Run
+from expertd_server.engine.core import BatchSlotMemory, Config, Core, Forward, LayerFacts, Run
 
 E, HELD, H, MOST = 10, 6, 48, 64
 F32, F16, BF16, E4M3, I32, I64 = 1, 2, 3, 4, 5, 6
@@ -48,14 +48,14 @@ class Bench:
 
     def __init__(self, compute=F32, **config):
         config = {
-            "lanes": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000,
+            "batch_slots": 1, "max_tokens": MOST, "max_queue_requests": 100, "max_queue_tokens": 1000,
             "max_queue_routes": 10_000, "max_queue_bytes": 1 << 30, "spin_ns": 20_000,
         } | config  # fmt: skip
         self.core = Core(Config(compute_dtype=compute, device=0, **config))
         self.dtype = TORCH[compute]
         self.memory = [torch.empty(n, dtype=d) for n, d in ((MOST * H, self.dtype), (MOST * E, torch.int32),
                        (MOST * E, torch.float32), (MOST * H, self.dtype))]  # fmt: skip
-        self.core.lane(0, LaneMemory(**dict(zip(("hidden", "slots", "weights", "out"),
+        self.core.batch_slot(0, BatchSlotMemory(**dict(zip(("hidden", "slots", "weights", "out"),
                        (t.data_ptr() for t in self.memory), strict=True))))  # fmt: skip
         self.counts = np.zeros(HELD, np.uint64)
         self.batches = []
@@ -103,7 +103,7 @@ class Bench:
             out = tensor(run.out, (run.rows, H), self.dtype)
             self.batches.append((run.layer, run.generation, run.rows, run.requests, run.hidden, run.out))
             out[:] = (x.float() * torch.where(slots >= 0, w * (slots + 1), 0.0).sum(1, keepdim=True)).to(self.dtype)
-            self.core.done(run.lane, 1000, self.fails or None)
+            self.core.done(run.batch_slot, 1000, self.fails or None)
 
     def forward(self, x, ids, w, out_dtype=None, layer=3, caller=1, scales=None, **more):
         """(handle, reason, output)"""

@@ -43,7 +43,7 @@ def main(takes_e4m3, nonfinite):
     may_end.set()
     core = module.Core(
         module.Config(
-            lanes=1, max_tokens=ROWS, max_queue_requests=100, max_queue_tokens=10**6, max_queue_routes=10**6,
+            batch_slots=1, max_tokens=ROWS, max_queue_requests=100, max_queue_tokens=10**6, max_queue_routes=10**6,
             max_queue_bytes=1 << 30, spin_ns=20_000, compute_dtype=BF16, device=1, streamed_rows=128,
             nonfinite=nonfinite,
         )
@@ -55,7 +55,7 @@ def main(takes_e4m3, nonfinite):
     names = ("table", "verdicts", "done", "hidden", "slots", "weights", "out", "device_hidden", "device_out")
     memory = (table, verdicts, done, *buffers, device, device, codes, coded)
     names = (*names, "device_codes", "device_scales")
-    core.lane(0, module.LaneMemory(**{n: a.ctypes.data for n, a in zip(names, memory, strict=True)}))
+    core.batch_slot(0, module.BatchSlotMemory(**{n: a.ctypes.data for n, a in zip(names, memory, strict=True)}))
     slots, counts = slot_table(), words(8, dtype=np.uint64)
     core.add_layer(
         module.LayerFacts(
@@ -88,7 +88,7 @@ def main(takes_e4m3, nonfinite):
         while (code := core.run(run)) != module.STOPPED:
             assert code == module.RUN
             ended.append(f"no graph: {run.tokens} tokens")
-            core.done(run.lane, 1, "no graph")
+            core.done(run.batch_slot, 1, "no graph")
 
     thread = threading.Thread(target=loop)
     thread.start()

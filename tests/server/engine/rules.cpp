@@ -1,9 +1,9 @@
-// The rules of the core's queue (accounts.h, forecast.h, lines.h) on a clock of the caller's: who comes in, what is cut,
+// The rules of the core's queue (accounts.h, forecast.h, queues.h) on a clock of the caller's: who comes in, what is cut,
 // what is expected.  rules_kit.py compiles it and calls it.
 #include <memory>
 #include <unordered_map>
 
-#include "lines.cpp"
+#include "queues.cpp"
 
 using namespace expertd;
 
@@ -12,7 +12,7 @@ namespace {
 struct RulesLayer {
   uint32_t number = 0, top_k = 0;
   LayerWork* work = nullptr;
-  std::vector<Item*> lines[2];
+  std::vector<Item*> queues[2];
 };
 
 struct Rules {
@@ -67,7 +67,7 @@ API uint32_t expertd_rules_come(Rules* r, uint64_t now, uint64_t tag, const Forw
   item->handle = tag;
   item->account = v.account;
   item->foreseen_ns = v.foreseen_ns;
-  r->layers.at(f->layer)->lines[f->router_weight_on_input].push_back(item.get());
+  r->layers.at(f->layer)->queues[f->router_weight_on_input].push_back(item.get());
   r->items[tag] = std::move(item);
   return 0;
 }
@@ -78,7 +78,7 @@ API int64_t expertd_rules_cut(Rules* r, uint64_t now, uint64_t* tags, uint32_t* 
   uint32_t flag = 0;
   RulesLayer* layer = most_urgent(r->serving, r->accounts, &flag);
   if (!layer) return -1;
-  cut(layer->lines[flag], bounds_of(r->config, r->accounts, *layer->work, layer->top_k, now), r->accounts, r->cut);
+  cut(layer->queues[flag], bounds_of(r->config, r->accounts, *layer->work, layer->top_k, now), r->accounts, r->cut);
   for (Item* item : r->cut.dropped)
     if (item->foreseen_ns && !item->cancelled)
       r->accounts.forecast([&](Forecast& f) { f.dropped(now, *layer->work, item->f.tokens, item->f.top_k, item->foreseen_ns); });
@@ -116,11 +116,11 @@ API void expertd_rules_waited(Rules* r, uint64_t came) { r->patience.waited(came
 
 // ---- the forecast by itself
 
-API void expertd_forecast_enter(Rules* r, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
-  r->accounts.forecast([&](Forecast& f) { f.enter(layer, line, tokens, routes); });
+API void expertd_forecast_enter(Rules* r, uint32_t layer, uint32_t queue, uint64_t tokens, uint64_t routes) {
+  r->accounts.forecast([&](Forecast& f) { f.enter(layer, queue, tokens, routes); });
 }
-API void expertd_forecast_leave(Rules* r, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t routes) {
-  r->accounts.forecast([&](Forecast& f) { f.leave(layer, line, tokens, routes); });
+API void expertd_forecast_leave(Rules* r, uint32_t layer, uint32_t queue, uint64_t tokens, uint64_t routes) {
+  r->accounts.forecast([&](Forecast& f) { f.leave(layer, queue, tokens, routes); });
 }
 API void expertd_forecast_begin(Rules* r, uint64_t now, uint32_t layer, uint64_t rows, uint64_t top_k) {
   r->accounts.forecast([&](Forecast& f) { f.begin(now, *f.find(layer), rows, top_k); });
@@ -145,10 +145,10 @@ API double expertd_forecast_waiting(Rules* r) {
   return r->accounts.forecast([](const Forecast& f) { return f.waiting_ns(); });
 }
 // out: when it is expected, from now, and how late it may be.
-API void expertd_forecast_foresee(Rules* r, uint64_t now, uint32_t layer, uint32_t line, uint64_t tokens, uint64_t top_k,
+API void expertd_forecast_foresee(Rules* r, uint64_t now, uint32_t layer, uint32_t queue, uint64_t tokens, uint64_t top_k,
                                   uint64_t deadline_ns, uint64_t own_routes, uint64_t callers, uint64_t all_routes, double* out) {
   const Foreseen seen = r->accounts.forecast([&](const Forecast& f) {
-    return f.foresee(now, layer, line, tokens, top_k, deadline_ns, own_routes, callers, all_routes);
+    return f.foresee(now, layer, queue, tokens, top_k, deadline_ns, own_routes, callers, all_routes);
   });
   out[0] = seen.in_ns;
   out[1] = seen.late_ns;

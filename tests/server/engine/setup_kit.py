@@ -19,7 +19,7 @@ from expertd_server.engine.executor import CpuExecutor
 from expertd_server.engine.plain import PlainExecutor
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.report import BatchReport
-from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.request import Answer, EngineRequest, Operand
 from expertd_server.engine.served import ServedLayer
 
 H = 16
@@ -69,7 +69,7 @@ class Caller:
         self.outputs: dict[int, np.ndarray] = {}
         self._done = threading.Condition()
 
-    def reply(self, r: Request, outcome) -> None:
+    def reply(self, r: EngineRequest, outcome) -> None:
         with self._done:
             assert r.request_id not in self.outcomes, "answered once"
             self.outcomes[r.request_id] = outcome
@@ -81,7 +81,7 @@ class Caller:
         with self._done:
             assert self._done.wait_for(lambda: set(numbers) <= set(self.outcomes), 20), f"{numbers} of {self.outcomes}"
 
-    def request(self, number, x, ids, weights, *, layer=0, hidden_dtype="f32", **more) -> Request:
+    def request(self, number, x, ids, weights, *, layer=0, hidden_dtype="f32", **more) -> EngineRequest:
         """x [M, H] f32 tensor; ids [M, k] and weights [M, k] lists."""
         ids = np.array(ids, more.pop("id_dtype", np.int32))
         if weights is not None:
@@ -92,7 +92,9 @@ class Caller:
         more = {"arrival_ns": time.monotonic_ns(), "output_dtype": "f32"} | more
         if not isinstance(layer, ServedLayer):
             layer = served(layer, None)  # what submit() goes by is its number
-        return Request(layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, request_id=number, **more)
+        return EngineRequest(
+            layer, len(x), ids.shape[1], hidden, ids_operand, weights, self.reply, request_id=number, **more
+        )
 
 
 def served(layer: int, experts, measured=()) -> ServedLayer:
@@ -129,7 +131,7 @@ class Setup:
         self.engine.submit(self.caller.request(0, inputs(1), [[2]], [[1.0]]))
         assert self.fake.entered.wait(20)
 
-    def run(self, *requests: Request) -> None:
+    def run(self, *requests: EngineRequest) -> None:
         for r in requests:
             self.engine.submit(r)
         self.caller.wait(*(r.request_id for r in requests))
@@ -158,12 +160,12 @@ SOON_S = 0.4
 """Of a deadline that is to pass: far enough for a busy machine to have the request taken before."""
 
 
-def one(s: Setup, tag: int, within_s: float, tokens: int = 1, **more) -> Request:
+def one(s: Setup, tag: int, within_s: float, tokens: int = 1, **more) -> EngineRequest:
     deadline_ns = time.monotonic_ns() + int(within_s * 1e9)
     return s.caller.request(tag, inputs(tokens), [[2]] * tokens, [[1.0]] * tokens, deadline_ns=deadline_ns, **more)
 
 
-def pass_deadline(request: Request) -> None:
+def pass_deadline(request: EngineRequest) -> None:
     pass_moment(request.deadline_ns)
 
 

@@ -17,8 +17,8 @@ MAGIC = b"exf1"
 class Twin:
     """One session.  Messages are values of expertd.codec.  caller: "" = one of its own."""
 
-    def __init__(self, door, caller=""):
-        token, endpoint, why = door.offer(caller or f"caller {id(self)}", "")
+    def __init__(self, listener, caller=""):
+        token, endpoint, why = listener.offer(caller or f"caller {id(self)}", "")
         assert not why
         self.sock = dial(endpoint)
         self.most_bytes = enter(self.sock, token, 10)

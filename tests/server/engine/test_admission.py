@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from expertd.errors import DeadlineExceededError, DrainingError, NotReadyError, OverloadedError, QueueFullError
 from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, shut
-from expertd_server.engine.request import Operand, Request
+from expertd_server.engine.request import EngineRequest, Operand
 from expertd_server.engine.served import ServedLayer
 
 NOTHING = Operand("bf16", np.empty(0, np.uint16))
 LAYER = ServedLayer(0, 8, range(8), 2, 16, 32, None, "none")
 
 
-def request(tokens=1, top_k=1, deadline_ns=0) -> Request:
-    return Request(LAYER, tokens, top_k, NOTHING, NOTHING, None, lambda *_: None, deadline_ns=deadline_ns)
+def request(tokens=1, top_k=1, deadline_ns=0) -> EngineRequest:
+    return EngineRequest(LAYER, tokens, top_k, NOTHING, NOTHING, None, lambda *_: None, deadline_ns=deadline_ns)
 
 
 def test_a_server_that_does_not_serve_says_why_before_anything_else():
@@ -48,7 +48,7 @@ def test_a_request_that_would_be_late_is_refused_with_what_it_lacks(late_ns, ref
 
 def test_what_a_request_holds_is_its_operands_and_its_output():
     x, ids, w = Operand("bf16", np.empty(48, np.uint16)), Operand("i32", np.empty(6, np.int32)), np.empty(6, np.float32)
-    r = Request(LAYER, 3, 2, x, ids, Operand("f32", w), lambda *_: None, output_dtype="f32")
+    r = EngineRequest(LAYER, 3, 2, x, ids, Operand("f32", w), lambda *_: None, output_dtype="f32")
     assert (r.routes, r.nbytes) == (6, 96 + 24 + 24 + 3 * 16 * 4)
 
 

@@ -9,7 +9,7 @@ from core_kit import BF16, F32, HELD, MOST, TORCH, Bench, Caller, E, H, bench, e
 from core_library import needs_core
 
 from expertd_server.engine import core as module
-from expertd_server.engine.core import Config, Forward, LaneMemory, LayerFacts, Run, library
+from expertd_server.engine.core import BatchSlotMemory, Config, Forward, LayerFacts, Run, library
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
@@ -174,13 +174,13 @@ def test_structs_are_the_same_in_python_and_in_cpp():
         Forward,
         module.Outcome,
         LayerFacts,
-        LaneMemory,
+        BatchSlotMemory,
         Run,
         module.BatchRecord,
         module.Load,
         module.Waiting,
         module.Measured,
-        module.PeerBoundsStruct,
+        module.TcpBoundsStruct,
         module.TraceRecord,
         module.InlineMessage,
         module.RequestFacts,

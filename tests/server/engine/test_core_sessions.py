@@ -12,8 +12,8 @@ from core_library import needs_core
 from waiting import until
 
 from expertd.shm import layout
+from expertd.shm.in_flight import SessionEndedError
 from expertd.shm.layout import Submission
-from expertd.shm.tickets import SessionEndedError
 from expertd_server.engine import core as module
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
@@ -86,8 +86,8 @@ def test_what_cannot_be_in_time_is_refused_at_once_in_shared_memory():
 
 
 def test_every_call_during_a_long_batch_is_heard_not_the_first_alone():
-    """A sleep is rung for once: whoever keeps the door says again that he sleeps, else the next caller waits for his
-    next look, 5 ms."""
+    """A sleep is rung for once: whoever keeps the listener says again that he sleeps, else the next caller waits for
+    his next look, 5 ms."""
     with bench(refuse_late=1) as b:
         b.add_layer(layer=5, generation=9, measured=[(1, 3, 50_000_000)])
         c = Caller(b)
@@ -101,7 +101,7 @@ def test_every_call_during_a_long_batch_is_heard_not_the_first_alone():
 
 
 def test_rings_are_looked_at_while_it_computes_and_everybody_gets_his_own():
-    """Batches long enough that another thread keeps the door, short enough that it comes and goes."""
+    """Batches long enough that another thread keeps the listener, short enough that it comes and goes."""
     with bench(refuse_late=1) as b:
         b.add_layer(layer=5, generation=9, measured=[(1, 3, 2_000_000)])
         b.takes_s = 0.002
@@ -174,7 +174,8 @@ def test_echo_and_no_tokens():
 
 
 def test_who_interrupts_sees_what_came_before():
-    """He drops a layer for which nothing waits: a request that came before its successor stands in its line by then."""
+    """He drops a layer for which nothing waits: a request that came before its successor stands in its queue by
+    then."""
     with bench() as b:
         b.add_layer(layer=5, generation=9, measured=[(1, 3, 1000)])  # so brief that nobody looks at the rings meanwhile
         b.add_layer(layer=7, generation=3, hidden_size=2048)

@@ -15,7 +15,7 @@ from expertd_server.engine.executors import executor_of
 from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.plain import PlainExecutor
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import lane_bytes, lane_routes
+from expertd_server.engine.sizes import batch_slot_bytes, batch_slot_routes
 
 CPU = torch.device("cpu")
 H, E, K = 64, 8, 2
@@ -36,7 +36,7 @@ def plain(monkeypatch):
 @pytest.fixture
 def executor(plain, monkeypatch):
     made = object.__new__(DeviceExecutor)
-    made._device, made._dtype, made._lanes, made._size = CPU, torch.bfloat16, [], (0, 0, 0, 0, 0)
+    made._device, made._dtype, made._batch_slots, made._size = CPU, torch.bfloat16, [], (0, 0, 0, 0, 0)
     made.pieces, made.core = Pieces(), SimpleNamespace(forget_graphs=lambda: forgotten.append(True))
     made._driver = SimpleNamespace(cuGraphExecDestroy=lambda graph: destroyed.append(graph.value))
     forgotten, destroyed = made.forgotten, made.destroyed = [], []
@@ -47,9 +47,16 @@ def test_outputs_lie_where_inputs_did_until_a_layer_wants_them_apart(executor):
     first = executor.reserve(100, [layer(True), layer(True)])
     assert all(m.device_out == m.device_hidden for m in first)
     assert all(m.out != m.hidden for m in first), "host memory: answers are read while the next batch is filled"
-    held = sum(t.nbytes for t in (executor._lanes[0].hidden, executor._lanes[0].slots, executor._lanes[0].weights))
-    routes = lane_routes(100, K, E)
-    assert held == lane_bytes(128, H, routes, 2, in_place=True) == lane_bytes(128, H, routes, 2, False) - 128 * 2 * H
+    held = sum(
+        t.nbytes
+        for t in (executor._batch_slots[0].hidden, executor._batch_slots[0].slots, executor._batch_slots[0].weights)
+    )
+    routes = batch_slot_routes(100, K, E)
+    assert (
+        held
+        == batch_slot_bytes(128, H, routes, 2, in_place=True)
+        == batch_slot_bytes(128, H, routes, 2, False) - 128 * 2 * H
+    )
     executor.pieces._kept[(0, 0, 0, 0, 0, 0)] = (None, 77)
     again = executor.reserve(100, [layer(True)])
     assert [m.device_hidden for m in again] == [m.device_hidden for m in first]
@@ -60,18 +67,20 @@ def test_outputs_lie_where_inputs_did_until_a_layer_wants_them_apart(executor):
     assert executor.destroyed == [77], "graphs hold addresses"
     assert len(executor.pieces) == 0
     executor.reserve(100, [layer(True)])
-    assert all(lane.out is not lane.hidden for lane in executor._lanes), "it does not shrink"
+    assert all(batch_slot.out is not batch_slot.hidden for batch_slot in executor._batch_slots), "it does not shrink"
 
 
 def test_codes_and_scales_have_room_for_the_widest_layer_that_takes_them(executor):
     executor.reserve(100, [layer(True, hidden=512), layer(True, hidden=256, coded=True)])
-    lane = executor._lanes[0]
-    assert (lane.codes.numel(), lane.scales.numel()) == (128 * 256, 128 * 2)
-    held = sum(t.nbytes for t in (lane.hidden, lane.slots, lane.weights, lane.codes, lane.scales))
-    assert held == lane_bytes(128, 512, lane_routes(100, K, E), 2, in_place=True, coded=256)
+    batch_slot = executor._batch_slots[0]
+    assert (batch_slot.codes.numel(), batch_slot.scales.numel()) == (128 * 256, 128 * 2)
+    held = sum(
+        t.nbytes for t in (batch_slot.hidden, batch_slot.slots, batch_slot.weights, batch_slot.codes, batch_slot.scales)
+    )
+    assert held == batch_slot_bytes(128, 512, batch_slot_routes(100, K, E), 2, in_place=True, coded=256)
     executor.pieces._kept[(0, 0, 0, 0, 0, 0)] = (None, 77)
     executor.reserve(100, [layer(True, hidden=512, coded=True)])
-    assert executor._lanes[0].codes.numel() == 128 * 512
+    assert executor._batch_slots[0].codes.numel() == 128 * 512
     assert executor.destroyed == [77], "graphs hold addresses"
 
 
@@ -101,8 +110,8 @@ def test_a_layer_that_takes_e4m3_is_given_codes_also_in_halves(executor, monkeyp
     width, rows, experts, seen = 256, 6, E4m3(fails_at), []
     served = layer(in_place, experts, hidden=width, coded=True)
     executor.reserve(8, [served])
-    lane = executor._lanes[0]
-    for t in (lane.hidden, lane.out, lane.codes.view(torch.uint8), lane.scales):
+    batch_slot = executor._batch_slots[0]
+    for t in (batch_slot.hidden, batch_slot.out, batch_slot.codes.view(torch.uint8), batch_slot.scales):
         t.fill_(7)
 
     def brought(table, number, codes, scales, slots, weights, verdicts, staged):
@@ -118,7 +127,7 @@ def test_a_layer_that_takes_e4m3_is_given_codes_also_in_halves(executor, monkeyp
     monkeypatch.setattr(module, "collect_e4m3", brought)
     monkeypatch.setattr(module, "deliver", took)
     monkeypatch.setattr(module, "signal", lambda done: seen.append("signal"))
-    views = module._Rows(lane, served, rows, K, on_input=True)
+    views = module._Rows(batch_slot, served, rows, K, on_input=True)
     assert executor._launch(views, "a batch") == bool(fails_at)
     assert seen == [("collect", rows, None), ("deliver", rows, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]), "signal"]
     whole, halves = [(6, True, [0, 1, 2, 3, 4, 5])], [(3, True, [0, 1, 2]), (3, True, [3, 4, 5])]

@@ -13,16 +13,16 @@ from core_library import needs_core
 from waiting import until_asleep
 
 from expertd_kernels import build, decide, detect_device, problem_of
+from expertd_kernels.common.protocol import Direct, DirectExperts
 from expertd_kernels.native.library import kernel_error
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.protocol import Direct, DirectExperts
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import engine as module
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
-from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.request import Answer, EngineRequest, Operand
 from expertd_server.engine.served import ServedLayer
 
 pytestmark = needs_core
@@ -90,7 +90,7 @@ class Server:
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         done, got = threading.Event(), []
 
-        def reply(r: Request, outcome) -> None:
+        def reply(r: EngineRequest, outcome) -> None:
             assert isinstance(outcome, Answer), outcome
             got.append(torch.from_numpy(outcome.output.copy()))
             done.set()
@@ -102,7 +102,7 @@ class Server:
         )
         layer = self.engine.holding[0]
         more = {"arrival_ns": time.monotonic_ns(), "output_dtype": self.dtype}
-        self.engine.submit(Request(layer, len(x), ids.shape[1], *operands, reply, **more))
+        self.engine.submit(EngineRequest(layer, len(x), ids.shape[1], *operands, reply, **more))
         assert done.wait(20)
         return got[0].view(x.dtype).view(x.shape)
 

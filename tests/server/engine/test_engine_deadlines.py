@@ -16,7 +16,7 @@ from expertd.errors import (
     RequestCancelledError,
 )
 from expertd_server.engine.policy import Policy
-from expertd_server.engine.request import Answer, Request
+from expertd_server.engine.request import Answer, EngineRequest
 
 
 def test_expired_and_cancelled_requests_never_reach_the_kernel(make):
@@ -162,7 +162,7 @@ def test_a_batch_grows_no_further_than_to_where_one_of_it_would_be_late(make):
     assert sum(rows[1:]) == 64
 
 
-def admit(s: Setup, tag: int, within_s: float, tokens: int) -> Request:
+def admit(s: Setup, tag: int, within_s: float, tokens: int) -> EngineRequest:
     """Submits it, again where it has become too late between its making and its way in."""
     for _ in range(50):
         with contextlib.suppress(OverloadedError):

@@ -14,7 +14,7 @@ from expertd.errors import (
     DrainingError,
     InternalError,
 )
-from expertd_kernels.protocol import ExpertsLostError
+from expertd_kernels.common.protocol import ExpertsLostError
 from expertd_server.engine.request import Answer, Operand
 
 
@@ -75,7 +75,9 @@ def test_a_lost_device_ends_the_engine_and_what_waits_may_go_elsewhere(make, mon
         s.engine.submit(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
     s.fake.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     for executor in EXECUTORS:
-        monkeypatch.setattr(executor, "fault", lambda lane: "CUDA error: an illegal memory access was encountered")
+        monkeypatch.setattr(
+            executor, "fault", lambda batch_slot: "CUDA error: an illegal memory access was encountered"
+        )
     s.fake.gate.set()
     s.caller.wait(0, 1, 2)
     assert isinstance(s.caller.outcomes[0], BackendFailedError), "its batch was under way"

@@ -14,7 +14,7 @@ from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.graphs import record
 from expertd_server.engine.policy import Policy
-from expertd_server.engine.request import Answer, Operand, Request
+from expertd_server.engine.request import Answer, EngineRequest, Operand
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import padded
 
@@ -101,7 +101,7 @@ class Setup:
 
         operands = (Operand("f32", bits_of(torch.from_numpy(a).reshape(-1))) for a in (x,))
         self.engine.submit(
-            Request(
+            EngineRequest(
                 self.layer, tokens, K, *operands, Operand("i32", ids.reshape(-1)), Operand("f32", w.reshape(-1)), reply,
                 arrival_ns=time.monotonic_ns(), output_dtype="f32",
             )

@@ -8,7 +8,7 @@ import pytest
 from expertd_server.engine import core as c
 from expertd_server.engine.pieces import Pieces
 from expertd_server.engine.served import ServedLayer
-from expertd_server.engine.sizes import LANES, MOST_OTHERS, graph_count, sizes_up_to
+from expertd_server.engine.sizes import BATCH_SLOTS, MOST_OTHERS, graph_count, sizes_up_to
 
 
 def layer(number=0, top_k=8, H=2048, coded=False):
@@ -17,9 +17,9 @@ def layer(number=0, top_k=8, H=2048, coded=False):
     )
 
 
-def came(pieces, served, *, lane=0, rows=1, top_k=8, on_input=0, whole=0, nbytes=100):
+def came(pieces, served, *, batch_slot=0, rows=1, top_k=8, on_input=0, whole=0, nbytes=100):
     """A batch of this size has run; what is wanted is captured.  How many."""
-    ran = SimpleNamespace(lane=lane, top_k=top_k, router_weight_on_input=on_input, whole=whole)
+    ran = SimpleNamespace(batch_slot=batch_slot, top_k=top_k, router_weight_on_input=on_input, whole=whole)
     wanted = pieces.wanted(served, ran, rows)
     for piece in wanted:
         pieces.add(served, piece, f"{piece}", nbytes)
@@ -27,8 +27,8 @@ def came(pieces, served, *, lane=0, rows=1, top_k=8, on_input=0, whole=0, nbytes
 
 
 def every(pieces, layers, tokens, routes):
-    for _, served, lane, rows, k in product(range(3), layers, range(LANES), sizes_up_to(tokens), routes):
-        came(pieces, served, lane=lane, rows=rows, top_k=k)
+    for _, served, batch_slot, rows, k in product(range(3), layers, range(BATCH_SLOTS), sizes_up_to(tokens), routes):
+        came(pieces, served, batch_slot=batch_slot, rows=rows, top_k=k)
 
 
 @pytest.mark.parametrize(("layers", "tokens", "warm"), [(1, 1, ()), (4, 300, ()), (3, 4096, (1, 6)), (48, 4096, ())])
@@ -71,7 +71,7 @@ def test_callers_who_vary_their_routes_get_graphs_up_to_a_bound():
     planned = len(pieces) - pieces.others
     assert planned == 4, "the layer's own number of routes"
     for k, _ in product(range(1, 129), range(3)):
-        assert came(pieces, served, top_k=k, lane=1) == 0 or k == 8, "eager from now on, but what the plan counts"
+        assert came(pieces, served, top_k=k, batch_slot=1) == 0 or k == 8, "eager from now on, but what the plan counts"
     assert MOST_OTHERS == 1024
 
 
@@ -82,7 +82,7 @@ def test_what_the_plan_does_not_count_is_an_other(more):
     came(pieces, served, **more)
     assert pieces.others >= 1
     assert pieces.full
-    size = {**more, "lane": 1}
+    size = {**more, "batch_slot": 1}
     came(pieces, served, **size)
     taken = came(pieces, served, **size)
     assert taken == (3 if "whole" in more else 0), "experts, collect and deliver of a known size are planned"
@@ -126,7 +126,7 @@ def test_what_was_seen_is_bounded(monkeypatch):
 
 def test_the_parts_are_those_of_the_core():
     pieces, served = Pieces(), layer()
-    ran = SimpleNamespace(lane=1, top_k=8, router_weight_on_input=0, whole=0)
+    ran = SimpleNamespace(batch_slot=1, top_k=8, router_weight_on_input=0, whole=0)
     pieces.wanted(served, ran, 128)
     parts = {p.part: (p.generation, *p[2:]) for p in pieces.wanted(served, ran, 128)}
     own = served.generation

@@ -1,4 +1,4 @@
-"""What runs next (csrc/lines.h, accounts.h), as properties, on a clock of the test's."""
+"""What runs next (csrc/queues.h, accounts.h), as properties, on a clock of the test's."""
 
 from __future__ import annotations
 

@@ -5,7 +5,15 @@ from itertools import product
 
 import pytest
 
-from expertd_server.engine.sizes import LANES, STREAMED_ROWS, WHOLE_ROWS, graph_count, lane_routes, padded, sizes_up_to
+from expertd_server.engine.sizes import (
+    BATCH_SLOTS,
+    STREAMED_ROWS,
+    WHOLE_ROWS,
+    batch_slot_routes,
+    graph_count,
+    padded,
+    sizes_up_to,
+)
 
 
 def test_sizes_are_few_and_none_is_far_from_its_batch():
@@ -23,14 +31,16 @@ def test_the_sizes_are_those_that_batches_are_padded_to(most):
 
 
 def captured(layers, tokens: int) -> int:
-    """As device.py captures: every lane, size and number of routes of every layer, one after another."""
+    """As device.py captures: every batch slot, size and number of routes of every layer, one after another."""
     seen = Counter()
-    for (layer, (H, routes, coded)), lane, rows in product(enumerate(layers), range(LANES), sizes_up_to(tokens)):
+    for (layer, (H, routes, coded)), batch_slot, rows in product(
+        enumerate(layers), range(BATCH_SLOTS), sizes_up_to(tokens)
+    ):
         for k in routes:
             wanted = [("experts", layer, k), ("collect", H, k, coded), ("deliver", H, 0)]
             wanted += [("collect routes", H, k, coded)] if rows >= STREAMED_ROWS else []
             wanted += [("whole", layer, k)] if rows <= WHOLE_ROWS else []
-            seen.update((lane, rows, *what) for what in wanted)
+            seen.update((batch_slot, rows, *what) for what in wanted)
     return len(seen)
 
 
@@ -55,8 +65,8 @@ def test_graphs_are_counted_as_they_are_captured(layers, tokens):
 def test_a_lane_has_room_for_every_batch_that_the_core_cuts(tokens, top_k, experts):
     """At most tokens x top_k routes together (lines.cpp), any number for a token."""
     needed = [padded(n) * k for n in range(1, tokens + 1) for k in range(1, experts + 1) if n * k <= tokens * top_k]
-    assert lane_routes(tokens, top_k, experts) == max(needed)
+    assert batch_slot_routes(tokens, top_k, experts) == max(needed)
 
 
 def test_room_for_routes_is_little():
-    assert lane_routes(4096, 8, 256) < 1.5 * 4096 * 8
+    assert batch_slot_routes(4096, 8, 256) < 1.5 * 4096 * 8

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from expertd.cxx import E4M3, SHM, BuildError, find_compiler
-from expertd_kernels.rows import table
+from expertd_kernels.backends.gather import table
 from expertd_server.engine.core import Config, Forward
 
 ROOT = Path(__file__).parents[3]
@@ -19,33 +19,33 @@ SHIM = """
 #include <cstring>
 
 #include "batch.h"
-#include "port.h"
+#include "server_side.h"
 using namespace expertd;
-extern "C" int test_table(LaneMemory* memory, const Config* config, uint32_t hidden_size, uint32_t count, Forward* f,
-                          uint32_t* bad) {
+extern "C" int test_table(BatchSlotMemory* memory, const Config* config, uint32_t hidden_size, uint32_t count,
+                          Forward* f, uint32_t* bad) {
   Layer layer;
   layer.facts.hidden_size = hidden_size;
   layer.facts.num_experts = 8;
   std::vector<Item> items(count);
-  Lane lane;
-  lane.memory = *memory;
-  lane.layer = &layer;
+  BatchSlot batch_slot;
+  batch_slot.memory = *memory;
+  batch_slot.layer = &layer;
   for (uint32_t i = 0; i < count; ++i) {
     items[i].f = f[i];
     if (f[i].on_device && bad) {  // of a session: it is only asked whether there is one
       items[i].port = reinterpret_cast<Port*>(8);
       items[i].f.on_device = 0;
     }
-    lane.items.push_back(&items[i]);
-    lane.tokens += f[i].tokens;
+    batch_slot.items.push_back(&items[i]);
+    batch_slot.tokens += f[i].tokens;
   }
-  write_table(lane, *config);
+  write_table(batch_slot, *config);
   for (uint32_t i = 0; bad && i < count; ++i) {
-    const Bad& b = lane.bad[i];
+    const Bad& b = batch_slot.bad[i];
     const uint32_t found[] = {b.any, b.hidden, b.row, b.column};
     memcpy(bad + 4 * i, found, sizeof found);
   }
-  return movable(lane, *config);
+  return movable(batch_slot, *config);
 }
 """
 
@@ -74,13 +74,13 @@ def row(address, dtype, count):
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_where_numbers_are_looked_at_everything_is_staged(write, policy, e4m3):
     """Also of a session in shared memory: the device reads what was looked at, not what its caller may still change."""
-    from expertd_server.engine.core import LaneMemory
+    from expertd_server.engine.core import BatchSlotMemory
 
     M, k, H = 3, 2, 256
     g = np.random.default_rng(1)
     hidden, out = np.full(8 * H, 0xEEEE, np.uint16), np.zeros(8 * H, np.uint16)
     lines, ids, weights = np.zeros((8, 8), np.uint64), np.zeros((8, k), np.int32), np.zeros((8, k), np.float32)
-    memory = LaneMemory(
+    memory = BatchSlotMemory(
         table=lines.ctypes.data, hidden=hidden.ctypes.data, slots=ids.ctypes.data, weights=weights.ctypes.data,
         out=out.ctypes.data,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def test_where_numbers_are_looked_at_everything_is_staged(write, policy, e4m3):
         np.testing.assert_array_equal(row(int(lines[i, 0]), np.uint16, H), want[i % M])
         assert (lines[i, 4] & 15, lines[i, 5]) == (table.BF16, 0)
     places = [(int(lines[i, 3]) - a.ctypes.data) // (2 * H) for i, a in enumerate([arena] * M + [out] * M)]
-    assert places == [0, 1, 2, 0, 1, 2], "a session's output goes where it wants it, others' into the lane"
+    assert places == [0, 1, 2, 0, 1, 2], "a session's output goes where it wants it, others' into the batch_slot"
     got = [row(int(lines[i, 2]), np.float32, k).tolist() for i in range(2 * M)]
     assert got[1] == got[4] == [0.5, 0.5]
     assert got[0][1] == 0 if policy == 2 else np.isnan(got[0][1]), "the device refuses it"
@@ -118,13 +118,13 @@ def test_where_numbers_are_looked_at_everything_is_staged(write, policy, e4m3):
 
 @pytest.mark.parametrize(("H", "kept"), [(256, True), (272, True), (200, False), (16, True)])
 def test_e4m3_that_came_inline_is_left_to_the_device_where_it_fits(write, H, kept):
-    from expertd_server.engine.core import LaneMemory
+    from expertd_server.engine.core import BatchSlotMemory
 
     M, k, blocks = 3, 2, -(-H // 128)
     g = np.random.default_rng(H)
     hidden, out = np.full(8 * 2 * H * 2, 0xEE, np.uint8), np.zeros(8 * H, np.uint16)
     lines, ids, weights = np.zeros((8, 8), np.uint64), np.zeros((8, k), np.int32), np.zeros((8, k), np.float32)
-    memory = LaneMemory(
+    memory = BatchSlotMemory(
         table=lines.ctypes.data, hidden=hidden.ctypes.data, slots=ids.ctypes.data, weights=weights.ctypes.data,
         out=out.ctypes.data,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from core_library import needs_core
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from expertd.trace_context import context_of
+from expertd.common.trace_context import context_of
 from expertd_server.engine.core import library
 
 pytestmark = needs_core

@@ -95,7 +95,7 @@ class Peer:
 
     def __init__(self, service: Service, caller: str = "test") -> None:
         self.outlet = Slots()
-        self.outlet.session = self.session = service.session(self.outlet, caller)
+        self.outlet.session = self.session = service.connection(self.outlet, caller)
 
     def send(self, number: int, **fields) -> Slot:
         slot = self.outlet.slots[number] = Slot(number)
@@ -128,7 +128,7 @@ class Hoarder:
         self.errors: list[pb.RequestError] = []
         self.broken = False
         self.changed = threading.Condition()
-        self.session = service.session(self, "test")
+        self.session = service.connection(self, "test")
 
     def ask(self, number: int) -> None:
         self.session.take(Slot(number).view(), time.monotonic_ns())

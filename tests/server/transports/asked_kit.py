@@ -3,7 +3,7 @@
 import time
 
 import numpy as np
-from door_kit import E, H, K, M, batch
+from listener_kit import E, H, K, M, batch
 from tcp_kit import request, tensor
 from waiting import until
 
@@ -30,7 +30,7 @@ class Outlet:
 def in_python(engine, data):
     """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable, text)."""
     outlet = Outlet()
-    session = Service(engine, Metrics(), Limits(M, 64 << 10, 8)).session(outlet, "caller")
+    session = Service(engine, Metrics(), Limits(M, 64 << 10, 8)).connection(outlet, "caller")
     session.take(decode_stream_request(data), time.monotonic_ns())
     until(lambda: outlet.said)
     said = outlet.said[0]

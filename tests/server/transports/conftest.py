@@ -1,14 +1,14 @@
-"""An engine, and a door for sessions over TCP in front of it."""
+"""An engine, and a listener for sessions over TCP in front of it."""
 
 import pytest
 import torch
-from door_kit import BOUNDS, Doubles, E, H, K, M
+from listener_kit import BOUNDS, Doubles, E, H, K, M
 
 from expertd_server.config.values import Address
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.transports.tcp import TcpListener
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def engine(doubles):
 
 
 @pytest.fixture
-def door(engine):
-    d = TcpDoor(engine, Address("127.0.0.1", 0), BOUNDS, most_sessions=12)
+def listener(engine):
+    d = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS, most_sessions=12)
     d.start()
     yield d
     d.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from asked_kit import E4M3, IDS, REQUESTS, SCALES, W, X, changed, scaled
 from core_library import needs_core
-from door_kit import E, H, K, M
+from listener_kit import E, H, K, M
 from tcp_kit import tensor
 from waiting import until, until_asleep
 
@@ -73,7 +73,7 @@ class Peer:
 
     def __init__(self, service, caller="caller"):
         self.outlet = Outlet()
-        self.outlet.session = self.session = service.session(self.outlet, caller)
+        self.outlet.session = self.session = service.connection(self.outlet, caller)
         self.usual = 0
 
     def send(self, data, now_ns=0):

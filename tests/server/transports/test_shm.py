@@ -24,8 +24,8 @@ from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports import tickets
-from expertd_server.transports.shm import ShmDoor
+from expertd_server.transports import tokens as tickets
+from expertd_server.transports.shm import ShmListener
 from expertd_server.transports.shm import listener as module
 
 try:
@@ -60,17 +60,17 @@ def engine():
 
 
 @pytest.fixture
-def door(engine):
-    d = ShmDoor(engine, arena_bytes=1 << 18, most_bytes=4 << 20)
+def listener(engine):
+    d = ShmListener(engine, arena_bytes=1 << 18, most_bytes=4 << 20)
     d.start()
     yield d
     d.close()
 
 
-def enter(door, token=None, endpoint=""):
+def enter(listener, token=None, endpoint=""):
     """(socket, region) as a client."""
     if not endpoint:
-        good, endpoint, why = door.offer("caller", host_id())
+        good, endpoint, why = listener.offer("caller", host_id())
         assert not why
         token = good if token is None else token
     sock = socket.socket(socket.AF_UNIX)
@@ -104,10 +104,10 @@ def call(client, tokens=3):
     client.release(ticket)
 
 
-def gone(door, engine, sessions=0):
+def gone(listener, engine, sessions=0):
     until = time.monotonic() + 10
-    while door.sessions != sessions or len(engine.sessions) != sessions:
-        assert time.monotonic() < until, (door.sessions, len(engine.sessions))
+    while listener.sessions != sessions or len(engine.shm_connections) != sessions:
+        assert time.monotonic() < until, (listener.sessions, len(engine.shm_connections))
         time.sleep(0.005)
 
 
@@ -118,61 +118,61 @@ def leave(sock):
     sock.close()
 
 
-def test_a_client_comes_calls_and_goes(door, engine):
-    sock, region = enter(door)
+def test_a_client_comes_calls_and_goes(listener, engine):
+    sock, region = enter(listener)
     client = Client(region)
     for tokens in (1, 16, 5):
         call(client, tokens)
-    assert door.sessions == 1
+    assert listener.sessions == 1
     leave(sock)
-    gone(door, engine)
+    gone(listener, engine)
     client.end()
     client.close()
 
 
-def test_another_host_and_an_unknown_one_are_told_why_not(door):
+def test_another_host_and_an_unknown_one_are_told_why_not(listener):
     for host in ("", "other/123"):
-        token, endpoint, why = door.offer("caller", host)
+        token, endpoint, why = listener.offer("caller", host)
         assert (token, endpoint) == ("", "")
         assert "host" in why
 
 
 @pytest.mark.parametrize("token", ["0" * 64, "z" * 64, "\x00" * 64, "x" * 100])
-def test_a_token_that_is_not_valid_gets_nothing(door, engine, token):
+def test_a_token_that_is_not_valid_gets_nothing(listener, engine, token):
     with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
-        enter(door, token)
-    assert door.sessions == 0
-    sock, region = enter(door)  # the next one is served
+        enter(listener, token)
+    assert listener.sessions == 0
+    sock, region = enter(listener)  # the next one is served
     leave(sock)
     region.close()
 
 
-def test_a_token_is_good_for_one_client(door):
-    token, endpoint, _ = door.offer("caller", host_id())
-    sock, region = enter(door, token)
+def test_a_token_is_good_for_one_client(listener):
+    token, endpoint, _ = listener.offer("caller", host_id())
+    sock, region = enter(listener, token)
     with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
-        enter(door, token)
+        enter(listener, token)
     leave(sock)
     region.close()
     assert "\0" not in endpoint
     assert token not in endpoint
 
 
-def test_a_token_is_forgotten_after_a_while(door, monkeypatch):
-    token, *_ = door.offer("caller", host_id())
+def test_a_token_is_forgotten_after_a_while(listener, monkeypatch):
+    token, *_ = listener.offer("caller", host_id())
     monkeypatch.setattr(tickets.time, "monotonic", (lambda now: lambda: now() + 11)(time.monotonic))
     with pytest.raises(Exception, match=r"session: got 0 bytes|reset"):
-        enter(door, token)
+        enter(listener, token)
 
 
-def test_clients_that_say_nothing_are_sent_away(door, engine, monkeypatch):
+def test_clients_that_say_nothing_are_sent_away(listener, engine, monkeypatch):
     monkeypatch.setattr(module, "_HELLO_S", 0.1)
-    _, endpoint, _ = door.offer("caller", host_id())
+    _, endpoint, _ = listener.offer("caller", host_id())
     silent = [socket.socket(socket.AF_UNIX) for _ in range(20)]
     for sock in silent:
         sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))
         sock.sendall(b"half")
-    sock, region = enter(door)
+    sock, region = enter(listener)
     client = Client(region)
     call(client)
     for s in silent:
@@ -180,27 +180,27 @@ def test_clients_that_say_nothing_are_sent_away(door, engine, monkeypatch):
         assert s.recv(1) == b""
         s.close()
     leave(sock)
-    gone(door, engine)
+    gone(listener, engine)
     client.end()
     client.close()
 
 
-def test_memory_of_all_sessions_is_bounded(door):
+def test_memory_of_all_sessions_is_bounded(listener):
     with contextlib.ExitStack() as stack:
         for n in range(100):
-            token, _, why = door.offer(f"caller {n}", host_id())
+            token, _, why = listener.offer(f"caller {n}", host_id())
             if why:
                 break
-            sock, region = enter(door, token, door._endpoint)
+            sock, region = enter(listener, token, listener._endpoint)
             stack.callback(region.close)
             stack.callback(leave, sock)
         assert "used up" in why
-        assert 2 <= door.sessions <= 10
+        assert 2 <= listener.sessions <= 10
 
 
-def test_a_draining_door_offers_nothing(door):
-    door.close()
-    assert door.offer("caller", host_id())[2] == "the server drains"
+def test_a_draining_door_offers_nothing(listener):
+    listener.close()
+    assert listener.offer("caller", host_id())[2] == "the server drains"
 
 
 def hammer(sock, region):
@@ -209,17 +209,17 @@ def hammer(sock, region):
         call(client)
 
 
-def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine):
+def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(listener, engine):
     def facts():
         gc.collect()  # engines of other tests have descriptors
         return len(os.listdir("/proc/self/fd"))
 
-    good_sock, good_region = enter(door)
+    good_sock, good_region = enter(listener)
     good = Client(good_region)
     call(good)
     before = facts()
     for n in range(12):
-        sock, region = enter(door)
+        sock, region = enter(listener)
         child = multiprocessing.get_context("fork").Process(target=hammer, args=(sock, region))
         child.start()
         sock.close()
@@ -230,21 +230,21 @@ def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine
         child.join(10)
         child.close()
         call(good)
-        gone(door, engine, sessions=1)
+        gone(listener, engine, sessions=1)
     until(lambda: facts() == before)
     leave(good_sock)
-    gone(door, engine)
+    gone(listener, engine)
     good.end()
     good.close()
 
 
 def test_a_closing_door_ends_sessions_and_clients_see_it(engine):
-    door = ShmDoor(engine, arena_bytes=1 << 18)
-    door.start()
-    sock, region = enter(door)
+    listener = ShmListener(engine, arena_bytes=1 << 18)
+    listener.start()
+    sock, region = enter(listener)
     client = Client(region)
     call(client)
-    door.close()
+    listener.close()
     assert sock.recv(1) == b""
     until = time.monotonic() + 20
     while client.submit(Submission(kind=1)):
@@ -292,22 +292,22 @@ FRAMES = int(os.environ.get("EXPERTD_FUZZ_FRAMES", "4000"))
 """Of all hostile sessions together; 100000 for the long form."""
 
 
-def test_garbled_rings_hurt_nobody_else(door, engine):
-    good_sock, good_region = enter(door)
+def test_garbled_rings_hurt_nobody_else(listener, engine):
+    good_sock, good_region = enter(listener)
     good = Client(good_region)
     call(good)
     gc.collect()  # engines of other tests have descriptors
     fds = len(os.listdir("/proc/self/fd"))
     for seed in range(8):
-        sock, region = enter(door)
+        sock, region = enter(listener)
         garble(region, np.random.default_rng(seed), FRAMES // 8)
         call(good)
         leave(sock)
         region.close()
-        gone(door, engine, sessions=1)
+        gone(listener, engine, sessions=1)
     call(good, 16)
     assert len(os.listdir("/proc/self/fd")) == fds
     leave(good_sock)
-    gone(door, engine)
+    gone(listener, engine)
     good.end()
     good.close()

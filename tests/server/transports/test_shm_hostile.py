@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from test_shm import MISSING, call, door, engine, enter, gone, leave  # noqa: F401  fixtures
+from test_shm import MISSING, call, engine, enter, gone, leave, listener  # noqa: F401  fixtures
 
 from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.region import Region, host_id
-from expertd_server.transports.shm import ShmDoor
+from expertd_server.transports.shm import ShmListener
 
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(180)]
 
@@ -46,11 +46,11 @@ def is_ready(child):
 
 
 @pytest.mark.parametrize("how", ["fill", "half close", "punch", "forever"])
-def test_a_hostile_client_stops_neither_the_others_nor_the_end(door, engine, how):  # noqa: F811
-    sock, region = enter(door)
+def test_a_hostile_client_stops_neither_the_others_nor_the_end(listener, engine, how):  # noqa: F811
+    sock, region = enter(listener)
     good = Client(region)
     call(good)
-    token, endpoint, why = door.offer("attacker", host_id())
+    token, endpoint, why = listener.offer("attacker", host_id())
     assert not why
     with attacker("client", how, endpoint, token) as child:
         assert is_ready(child)
@@ -58,8 +58,8 @@ def test_a_hostile_client_stops_neither_the_others_nor_the_end(door, engine, how
         for _ in range(5):
             call(good)
         assert time.monotonic() - begun < WITHIN_S
-    gone(door, engine, sessions=1)
-    other, other_region = enter(door)  # and new ones come
+    gone(listener, engine, sessions=1)
+    other, other_region = enter(listener)  # and new ones come
     client = Client(other_region)
     call(client)
     for s, c in ((sock, good), (other, client)):
@@ -104,32 +104,32 @@ def test_a_hostile_server_does_not_take_a_clients_deadline():
 
 
 def test_one_caller_gets_half_of_the_sessions_and_another_one_still_gets_some(engine):  # noqa: F811
-    door = ShmDoor(engine, arena_bytes=1 << 18, most_bytes=16 * layout.region_bytes(layout.ENTRIES, 1 << 18))  # noqa: F811
-    door.start()
+    listener = ShmListener(engine, arena_bytes=1 << 18, most_bytes=16 * layout.region_bytes(layout.ENTRIES, 1 << 18))  # noqa: F811
+    listener.start()
     try:
-        got = [door.offer("greedy", host_id()) for _ in range(300)]
+        got = [listener.offer("greedy", host_id()) for _ in range(300)]
         assert sum(not why for *_, why in got) == 8
         assert "its share" in got[-1][2]
-        assert not door.offer("honest", host_id())[2]
+        assert not listener.offer("honest", host_id())[2]
     finally:
-        door.close()
+        listener.close()
 
 
-def test_a_session_that_ends_gives_its_share_back(door, engine):  # noqa: F811
+def test_a_session_that_ends_gives_its_share_back(listener, engine):  # noqa: F811
     sessions = []
-    while not (offer := door.offer("one", host_id()))[2]:
-        sessions.append(enter(door, offer[0], offer[1]))
+    while not (offer := listener.offer("one", host_id()))[2]:
+        sessions.append(enter(listener, offer[0], offer[1]))
     assert sessions
     for sock, region in sessions:
         leave(sock)
         region.close()
-    gone(door, engine)
-    assert not door.offer("one", host_id())[2]
+    gone(listener, engine)
+    assert not listener.offer("one", host_id())[2]
 
 
-def test_no_descriptor_but_the_memory_is_given_to_a_client(door):  # noqa: F811
+def test_no_descriptor_but_the_memory_is_given_to_a_client(listener):  # noqa: F811
     """What two processes have can be made blocking by either of them."""
-    token, endpoint, _ = door.offer("caller", host_id())
+    token, endpoint, _ = listener.offer("caller", host_id())
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(WITHIN_S)
         sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))

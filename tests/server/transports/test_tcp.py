@@ -13,22 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core_library import needs_core
-from door_kit import BOUNDS, K, M, batch, call, gone
+from listener_kit import BOUNDS, K, M, batch, call, gone
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 from waiting import until, until_inside
 
 from expertd.tcp.entry import EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
-from expertd_server.transports import tickets
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.transports import tokens as tickets
+from expertd_server.transports.tcp import TcpListener
 from expertd_server.transports.tcp import listener as module
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
-def test_a_client_comes_calls_and_goes(door):
-    with Twin(door) as peer:
+def test_a_client_comes_calls_and_goes(listener):
+    with Twin(listener) as peer:
         assert peer.most_bytes == BOUNDS.most_message
         for n in range(1, 20):
             answer = call(peer, n, 1 + n % M)
@@ -36,65 +36,65 @@ def test_a_client_comes_calls_and_goes(door):
             assert (answer.timing.backend, answer.timing.batch_requests) == ("doubles", 1)
             assert answer.timing.kernel_ns > 0
             assert not answer.load.draining
-        assert door.sessions == 1
-    gone(door)
+        assert listener.sessions == 1
+    gone(listener)
 
 
 @pytest.mark.parametrize("token", ["0" * 64, "z" * 64, "\x00" * 64, "f" * 64, " " * 64])
-def test_a_token_that_is_not_valid_gets_nothing(door, token, caplog):
-    good, endpoint, _ = door.offer("caller", "")
+def test_a_token_that_is_not_valid_gets_nothing(listener, token, caplog):
+    good, endpoint, _ = listener.offer("caller", "")
     with dial(endpoint) as sock:
         sock.settimeout(10)
         sock.sendall(b"expdtcp1" + token.encode())
         with contextlib.suppress(ConnectionError):
             assert sock.recv(1) == b""
-    assert door.sessions == 0
+    assert listener.sessions == 0
     assert good not in caplog.text
     assert token not in caplog.text
-    with Twin(door) as peer:  # the next one is served
+    with Twin(listener) as peer:  # the next one is served
         call(peer)
 
 
-def test_a_token_is_good_for_one_client_and_for_a_while(door, monkeypatch):
-    token, endpoint, _ = door.offer("caller", "")
+def test_a_token_is_good_for_one_client_and_for_a_while(listener, monkeypatch):
+    token, endpoint, _ = listener.offer("caller", "")
     with dial(endpoint) as first:
         enter(first, token, 10)
         with dial(endpoint) as second, pytest.raises((EntryError, ConnectionError)):
             enter(second, token, 10)
-    late, *_ = door.offer("caller", "")
+    late, *_ = listener.offer("caller", "")
     monkeypatch.setattr(tickets.time, "monotonic", (lambda now: lambda: now() + 11)(time.monotonic))
     with dial(endpoint) as sock, pytest.raises((EntryError, ConnectionError)):
         enter(sock, late, 10)
 
 
-def test_who_says_nothing_or_something_else_is_sent_away(door, monkeypatch):
+def test_who_says_nothing_or_something_else_is_sent_away(listener, monkeypatch):
     monkeypatch.setattr(module, "_ENTER_S", 0.2)
-    _, endpoint, _ = door.offer("caller", "")
+    _, endpoint, _ = listener.offer("caller", "")
     strangers = [dial(endpoint) for _ in range(10)]
     for n, sock in enumerate(strangers):
         sock.sendall([b"", b"expdtcp1", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".ljust(72, b"\n")][n % 3])
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         call(peer)
         for sock in strangers:
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
             sock.close()
-    gone(door)
+    gone(listener)
 
 
-def test_sessions_are_bounded_and_a_draining_door_offers_nothing(door):
+def test_sessions_are_bounded_and_a_draining_door_offers_nothing(listener):
     with contextlib.ExitStack() as stack:
         for _ in range(12):
-            stack.enter_context(Twin(door))
-        assert "no room for more" in door.offer("caller", "")[2]
-    gone(door)
-    door.close()
-    assert door.offer("caller", "")[2] == "the server drains"
+            stack.enter_context(Twin(listener))
+        assert "no room for more" in listener.offer("caller", "")[2]
+    gone(listener)
+    listener.close()
+    assert listener.offer("caller", "")[2] == "the server drains"
 
 
-def test_requests_are_answered_by_their_numbers_and_more_than_the_bound_are_refused(door, doubles):
+def test_requests_are_answered_by_their_numbers_and_more_than_the_bound_are_refused(listener, doubles):
     doubles.gate.clear()
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         x, ids, w = batch(1)
         for n in range(1, 12):
             peer.send(request(n, x * n, ids, w))
@@ -109,8 +109,8 @@ def test_requests_are_answered_by_their_numbers_and_more_than_the_bound_are_refu
         assert {n: np.array_equal(out, 3 * n * x[0]) for n, out in found.items()} == dict.fromkeys(range(1, 9), True)
 
 
-def test_a_request_is_taken_back_and_its_number_is_free(door, doubles):
-    with Twin(door) as peer:
+def test_a_request_is_taken_back_and_its_number_is_free(listener, doubles):
+    with Twin(listener) as peer:
         doubles.hold()
         x, ids, w = batch(1)
         peer.send(request(1, x, ids, w))
@@ -127,8 +127,8 @@ def test_a_request_is_taken_back_and_its_number_is_free(door, doubles):
         call(peer, 2)
 
 
-def test_a_request_has_its_time(door, engine, doubles):
-    with Twin(door) as peer:
+def test_a_request_has_its_time(listener, engine, doubles):
+    with Twin(listener) as peer:
         doubles.hold()
         peer.send(request(1, *batch(1)))
         doubles.until_held()
@@ -142,8 +142,8 @@ def test_a_request_has_its_time(door, engine, doubles):
         assert said[1].routes_computed == said[3].routes_computed == K
 
 
-def test_a_drain_answers_what_was_taken(door, engine, doubles):
-    with Twin(door) as peer:
+def test_a_drain_answers_what_was_taken(listener, engine, doubles):
+    with Twin(listener) as peer:
         doubles.hold()
         peer.send(request(1, *batch()))
         doubles.until_held()
@@ -151,7 +151,7 @@ def test_a_drain_answers_what_was_taken(door, engine, doubles):
         peer.send(request(2, *batch()))
         assert peer.receive().reason == "DRAINING"
         drained = []
-        thread = threading.Thread(target=lambda: drained.append(door.drain(time.monotonic() + 60)))
+        thread = threading.Thread(target=lambda: drained.append(listener.drain(time.monotonic() + 60)))
         thread.start()
         until_inside(thread, "drain")
         assert not drained
@@ -164,7 +164,7 @@ def test_a_drain_answers_what_was_taken(door, engine, doubles):
 
 def test_a_socket_that_a_starting_child_has_a_copy_of_is_watched_no_more(engine):
     """The core would hear of it, and look for a session that is not there."""
-    peers = engine.open_peers(BOUNDS)
+    peers = engine.open_tcp_connections(BOUNDS)
     ours, theirs = socket.socketpair()
     fd = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, 700)  # a number that nothing else gets meanwhile
     with ours, theirs:
@@ -189,14 +189,14 @@ def watched():
 def test_no_thread_and_no_socket_is_left_behind(engine):
     gc.collect()  # engines of other tests have descriptors
     before = len(os.listdir("/proc/self/fd"))
-    door = TcpDoor(engine, Address("127.0.0.1", 0), BOUNDS)
-    door.start()
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
     after = len(os.listdir("/proc/self/fd"))
-    peers = [Twin(door) for _ in range(3)]
+    peers = [Twin(listener) for _ in range(3)]
     for peer in peers:
         call(peer)
-    door.close()
-    assert door.sessions == 0
+    listener.close()
+    assert listener.sessions == 0
     for peer in peers:
         assert peer.ended()
         peer.close()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from asked_kit import REQUESTS, changed, in_python
 from core_library import needs_core
-from door_kit import H, K, batch, call
+from listener_kit import H, K, batch, call
 from tcp_kit import Twin, request
 
 from expertd.codec import encode_stream_request
@@ -23,16 +23,16 @@ def over_tcp(peer, data):
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_request_is_answered_as_by_python(door, engine, name):
+def test_a_request_is_answered_as_by_python(listener, engine, name):
     data = encode_stream_request(REQUESTS[name])
     want = in_python(engine, data)
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         assert over_tcp(peer, data) == want
         call(peer, 8)  # and the session goes on
 
 
-def test_what_has_no_form_here_is_refused_by_name(door):
-    with Twin(door) as peer:
+def test_what_has_no_form_here_is_refused_by_name(listener):
+    with Twin(listener) as peer:
         grouped = changed(topk_ids=None, topk_weights=None, grouped=pb.GroupedRows(expert_ids=[0], row_counts=[3]))
         peer.send(grouped)
         assert peer.receive().reason == "UNSUPPORTED_COMBINATION"
@@ -50,7 +50,7 @@ def test_what_has_no_form_here_is_refused_by_name(door):
         call(peer, 9)
 
 
-def test_serializers_may_spell_a_message_otherwise(door):
+def test_serializers_may_spell_a_message_otherwise(listener):
     """Fields in another order, shapes that are not packed, fields that nobody knows."""
     x, ids, w = batch()
     message = pb.StreamForwardRequest.FromString(encode_stream_request(request(5, x, ids, w)))
@@ -64,7 +64,7 @@ def test_serializers_may_spell_a_message_otherwise(door):
         shape = b"".join(b"\x10" + _varint(n) for n in t.shape)
         parts.append(field(number, b"\xa2\x06\x01x" + field(3, t.raw) + shape + b"\x08" + _varint(t.dtype)))
     data = field(1, b"".join(parts) + b"\xa2\x06\x03new" + b"\x08\x05")
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         peer.send_bytes(data)
         answer = peer.receive()
         assert np.array_equal(np.frombuffer(answer.output.raw, np.float32).reshape(3, H), 3 * x)
@@ -78,16 +78,16 @@ def _varint(n):
 
 
 @pytest.mark.parametrize("lead", [0, 1, 63, 64, 70, 2**32 - 1])
-def test_a_lead_is_a_hint(door, lead):
+def test_a_lead_is_a_hint(listener, lead):
     x, ids, w = batch()
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         peer.send_bytes(encode_stream_request(request(1, x, ids, w)), lead=lead)
         assert peer.receive().routes_computed == 3 * K
 
 
-def test_every_reason_travels_as_its_row(door):
+def test_every_reason_travels_as_its_row(listener):
     """Code and retryable of an error are those of the table."""
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         peer.send(changed(layer=3))
         said = peer.receive()
         row = TABLE["LAYER_NOT_HELD"]

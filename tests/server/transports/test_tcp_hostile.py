@@ -11,15 +11,15 @@ import time
 import numpy as np
 import pytest
 from core_library import needs_core
-from door_kit import BOUNDS, E, H, K, M, batch, call, gone
+from listener_kit import BOUNDS, E, H, K, M, batch, call, gone
 from tcp_kit import HEAD, Twin, dial, request
 from waiting import until
 
 from expertd.codec import encode_stream_request
 from expertd.tcp.entry import enter
 from expertd_server.config.values import Address
-from expertd_server.engine.peers import PeerBounds
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.engine.tcp_connections import TcpBounds
+from expertd_server.transports.tcp import TcpListener
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 
@@ -35,34 +35,34 @@ pytestmark = [needs_core, pytest.mark.timeout(60)]
         {"length": 2**32 - 1},
     ],
 )
-def test_a_forged_head_ends_its_session_alone(door, head):
-    with Twin(door) as other, Twin(door) as peer:
+def test_a_forged_head_ends_its_session_alone(listener, head):
+    with Twin(listener) as other, Twin(listener) as peer:
         call(peer)
         x, ids, w = batch()
         peer.send_bytes(encode_stream_request(request(2, x, ids, w)), **head)
         assert peer.ended()
-        gone(door, sessions=1)
+        gone(listener, sessions=1)
         call(other)
 
 
-def test_half_a_frame_goes_in_time_and_hurts_nobody(door):
+def test_half_a_frame_goes_in_time_and_hurts_nobody(listener):
     data = encode_stream_request(request(1, *batch()))
-    with Twin(door) as other, contextlib.ExitStack() as stack:
-        halves = [stack.enter_context(Twin(door)) for _ in range(8)]
+    with Twin(listener) as other, contextlib.ExitStack() as stack:
+        halves = [stack.enter_context(Twin(listener)) for _ in range(8)]
         for n, peer in enumerate(halves):
             peer.sock.sendall(peer.frame(data)[: 1 + 9 * n])
         call(other)
         for peer in halves:
             assert peer.ended()
-        gone(door, sessions=1)
+        gone(listener, sessions=1)
         call(other, 2)
 
 
 def test_a_frame_that_trickles_does_not_live_for_ever(engine):
-    door = TcpDoor(engine, Address("127.0.0.1", 0), PeerBounds(64 << 10, half_s=0.2))
-    door.start()
+    listener = TcpListener(engine, Address("127.0.0.1", 0), TcpBounds(64 << 10, half_s=0.2))
+    listener.start()
     try:
-        with Twin(door) as peer:
+        with Twin(listener) as peer:
             frame = peer.frame(encode_stream_request(request(1, *batch())))
             trickled = 0
             with contextlib.suppress(ConnectionError):
@@ -71,25 +71,25 @@ def test_a_frame_that_trickles_does_not_live_for_ever(engine):
                     trickled += 1
                     time.sleep(0.1)
             assert 1 <= trickled < len(frame) / 2, "it has some time, and not all that it takes"
-            gone(door)
+            gone(listener)
     finally:
-        door.close()
+        listener.close()
 
 
-def test_claimed_lengths_are_bounded_over_all_sessions_and_leave_room(door):
+def test_claimed_lengths_are_bounded_over_all_sessions_and_leave_room(listener):
     """Each claims the largest message and sends none of it: together they may not have more than the bound."""
     with contextlib.ExitStack() as stack:
-        greedy = [stack.enter_context(Twin(door)) for _ in range(11)]
+        greedy = [stack.enter_context(Twin(listener)) for _ in range(11)]
         for peer in greedy:
             peer.sock.sendall(HEAD.pack(b"exf1", BOUNDS.most_message, 1, 0))
-        with Twin(door) as honest:
+        with Twin(listener) as honest:
             call(honest, tokens=M)
-        gone(door)
+        gone(listener)
 
 
-def test_a_reader_that_stops_is_read_no_further_and_cut_off(door, engine):
+def test_a_reader_that_stops_is_read_no_further_and_cut_off(listener, engine):
     """It has thousands of answers unread; another session is served meanwhile."""
-    with Twin(door) as other, Twin(door) as peer:
+    with Twin(listener) as other, Twin(listener) as peer:
         x, ids, w = batch(1)
         frame = encode_stream_request(request(1, x, ids, w, layer=3))  # refused: small answers
         sent, sending = 0, time.monotonic() + 20
@@ -101,13 +101,13 @@ def test_a_reader_that_stops_is_read_no_further_and_cut_off(door, engine):
                     call(other, sent)
         assert time.monotonic() < sending, "it is read without end"
         call(other, 1)
-        gone(door, sessions=1)
+        gone(listener, sessions=1)
     assert engine.load().queued_requests == 0
 
 
-def test_a_slow_reader_gets_everything(door):
+def test_a_slow_reader_gets_everything(listener):
     """Answers that the socket does not take at once."""
-    with Twin(door) as peer:
+    with Twin(listener) as peer:
         x, ids, w = batch(M)
         got = []
 
@@ -134,13 +134,13 @@ def hammer(endpoint, token):
         peer.send(request(n, *batch(M)))
 
 
-def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine):
-    with Twin(door) as good:
+def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(listener, engine):
+    with Twin(listener) as good:
         call(good)
         gc.collect()  # engines of other tests have descriptors
         before = len(os.listdir("/proc/self/fd"))
         for n in range(10):
-            token, endpoint, _ = door.offer("caller", "")
+            token, endpoint, _ = listener.offer("caller", "")
             child = multiprocessing.get_context("fork").Process(target=hammer, args=(endpoint, token))
             child.start()
             time.sleep(0.01 + 0.01 * (n % 5))
@@ -149,7 +149,7 @@ def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(door, engine
             child.join(10)
             child.close()
             call(good, 2 * n + 3)
-            gone(door, sessions=1)
+            gone(listener, sessions=1)
         until(lambda: engine.load().queued_requests == 0)
         until(lambda: len(os.listdir("/proc/self/fd")) == before)
 
@@ -178,8 +178,8 @@ def garbled(rng, peer, n):
     return bytes(frame)
 
 
-def test_garbled_frames_hurt_nobody_else(door, engine):
-    with Twin(door) as good:
+def test_garbled_frames_hurt_nobody_else(listener, engine):
+    with Twin(listener) as good:
         call(good)
         gc.collect()  # engines of other tests have descriptors
         fds = len(os.listdir("/proc/self/fd"))
@@ -187,7 +187,7 @@ def test_garbled_frames_hurt_nobody_else(door, engine):
         while left > 0:
             seed += 1
             rng = np.random.default_rng(seed)
-            with Twin(door) as peer:
+            with Twin(listener) as peer:
                 peer.sock.setblocking(False)
                 for _ in range(min(left, 500)):
                     left -= 1
@@ -203,6 +203,6 @@ def test_garbled_frames_hurt_nobody_else(door, engine):
                     except ConnectionError:
                         break
             call(good, seed + 1)
-        gone(door, sessions=1)
+        gone(listener, sessions=1)
         until(lambda: len(os.listdir("/proc/self/fd")) == fds)
     until(lambda: engine.load().queued_requests == 0)

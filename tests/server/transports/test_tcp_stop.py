@@ -10,22 +10,22 @@ import pytest
 import torch
 from allocated import allocated, needs_mallinfo
 from core_library import needs_core
-from door_kit import BOUNDS, E, H, K, M, batch, call
+from listener_kit import BOUNDS, E, H, K, M, batch, call
 from tcp_kit import HEAD, MAGIC, Twin, request
 from waiting import until
 
 from expertd.codec import encode_stream_request
-from expertd.dtypes import DTYPE_NUMBER
-from expertd_kernels.protocol import Direct
+from expertd.common.dtypes import DTYPE_NUMBER
+from expertd_kernels.common.protocol import Direct
 from expertd_server.config.values import Address
 from expertd_server.engine import engine as module
 from expertd_server.engine.abi import LayerFacts
 from expertd_server.engine.core import Config, Core
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.peers import PeerBounds, Peers
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
-from expertd_server.transports.tcp import TcpDoor
+from expertd_server.engine.tcp_connections import TcpBounds, TcpConnections
+from expertd_server.transports.tcp import TcpListener
 
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 
@@ -79,9 +79,9 @@ def engine(called, monkeypatch):
 
 
 def test_a_kernel_that_hangs_on_the_thread_of_sessions_does_not_hold_up_the_end(engine, called, caplog):
-    door = TcpDoor(engine, Address("127.0.0.1", 0), BOUNDS)
-    door.start()
-    with Twin(door) as peer:
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
+    with Twin(listener) as peer:
         for number in range(1, 100):
             called.gate.clear()
             called.entered.clear()
@@ -99,16 +99,16 @@ def test_a_kernel_that_hangs_on_the_thread_of_sessions_does_not_hold_up_the_end(
     assert "a batch of 3 tokens for layer 0 on backend called" in said
     called.gate.set()
     engine.stop(20)
-    door.close()
+    listener.close()
 
 
 def test_an_engine_that_ends_in_time_says_nothing(engine, caplog):
-    door = TcpDoor(engine, Address("127.0.0.1", 0), BOUNDS)
-    door.start()
-    with Twin(door) as peer:
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
+    with Twin(listener) as peer:
         call(peer, 1)
     engine.stop(20)
-    door.close()
+    listener.close()
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
@@ -119,7 +119,7 @@ def leave_one_in_the_core(rows: int) -> None:
     slots = np.arange(9, dtype=np.int32)
     facts = LayerFacts(generation=1, hidden_size=H, num_experts=8, held=8, top_k=K, slots=slots.ctypes.data)
     core.add_layer(facts, [(0, 0, "none")])
-    peers = Peers(core, PeerBounds(1 << 24, 1 << 30, 8), lambda name: 1)
+    peers = TcpConnections(core, TcpBounds(1 << 24, 1 << 30, 8), lambda name: 1)
     ours, theirs = socket.socketpair()
     peers.add(theirs.detach(), "caller")
     x, ids, w = np.ones((rows, H), np.float32), np.zeros((rows, K), np.int32), np.ones((rows, K), np.float32)

@@ -176,7 +176,16 @@ class Process:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         log = stack.enter_context((folder.parent / "serve.log").open("ab"))
-        command = [sys.executable, "-m", "expertd_server.cli", "serve", "--checkpoint", str(folder), "--device", "cpu"]
+        command = [
+            sys.executable,
+            "-m",
+            "expertd_server.commands.cli",
+            "serve",
+            "--checkpoint",
+            str(folder),
+            "--device",
+            "cpu",
+        ]
         command += ["--threads", "1", "--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0"]
         command += ["--held", str(folder.parent / "held.json")]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -17,8 +17,8 @@ from expertd.v1 import expert_service_pb2 as expert_pb
 from expertd.v1 import expert_service_pb2_grpc as expert_stubs
 from expertd_client import ExpertClient
 from expertd_client.transports.grpc.sync import GrpcTransport
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_client.transports.tcp.session import TcpTransport
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.config.values import Address
 

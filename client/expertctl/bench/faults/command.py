@@ -9,11 +9,11 @@ from dataclasses import asdict
 from rich.table import Table
 
 from expertctl.bench.faults.failures import Failures
-from expertctl.bench.faults.run import AWAY_S, FAULTS, Row, run
+from expertctl.bench.faults.run import AWAY_S, FAULTS, FaultMeasurement, run
 from expertctl.common.brief import briefly, fewer
 from expertctl.common.counts import at_least, positive
+from expertd.common.tables import console, print_table
 from expertd.errors import ExpertdError
-from expertd.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Measures and prints; 1 where a call failed, or where it could not go on: what was measured by then is shown."""
-    found: list[tuple[Row, Failures]] = []
+    found: list[tuple[FaultMeasurement, Failures]] = []
     ended = ""
     try:
         for row, failures in run(args.fault, args.events, args.callers, args.tokens, args.away):
@@ -62,7 +62,7 @@ def run_command(args: argparse.Namespace) -> int:
     return 1 if ended or any(failures for _, failures in found) else 0
 
 
-def _show(found: list[tuple[Row, Failures]]) -> None:
+def _show(found: list[tuple[FaultMeasurement, Failures]]) -> None:
     out = console()
     table = Table(
         title="two replicas of one half of the experts, one of them with a fault", title_justify="left", show_edge=False

@@ -1,4 +1,4 @@
-"""Callers in a closed loop on one forwarder, each answer checked and timed; and what an event did to them."""
+"""Clients in a closed loop on one forwarder, each answer checked and timed; and what an event did to them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from expertctl.common.percentiles import Durations
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.requests.request import Request
 
-__all__ = ["Callers", "Effect", "effect", "p99_ms"]
+__all__ = ["LoadClients", "Effect", "effect", "p99_ms"]
 
 _PAUSE_S = 0.01
 """After a failed call: a cluster that is gone is not asked at full speed."""
 
 
-class Callers:
+class LoadClients:
     """forwarder is called with `request` by so many threads until close(); expected: [M, H] f32; bound: how far an
     answer may be from it, relative.
 
@@ -83,7 +83,7 @@ class Callers:
         off = float(np.linalg.norm(output - self._expected) / np.linalg.norm(self._expected))
         return "" if off <= self._bound else f"wrong: {off:.1e} away from what was expected"
 
-    def __enter__(self) -> Callers:
+    def __enter__(self) -> LoadClients:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -32,12 +32,12 @@ from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least, positive
 from expertctl.common.percentiles import Durations
 from expertctl.common.workload import LayerShape, drawn
+from expertd.common.tables import console, print_sentence, print_table
 from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
-from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 
-__all__ = ["Row", "add_arguments", "run", "run_command"]
+__all__ = ["MoveMeasurement", "add_arguments", "run", "run_command"]
 
 _LAYERS, _EXPERTS, _TOP_K, _HIDDEN = 4, 64, 4, 256
 MODEL = ("--synthetic", "tiny-many:int4_g128", "--device", "cpu", "--threads", "1", "--max-tokens", "256")
@@ -47,11 +47,11 @@ MOVED = (0, 9, 19, 32, 41, 51)
 _BOUND = 2e-2
 _REST_S, _QUIET_S, _NEVER_S = 1.0, 4.0, 99.0
 _FOLLOW_S = 30.0
-"""So long a new holder has to answer its first call."""
+"""So long a new replica has to answer its first call."""
 
 
 @dataclass
-class Row:
+class MoveMeasurement:
     """One phase over all rounds: "quiet" or "moving".  p99_ratio: of rounds, the median of the moving p99 over that of
     the quiet time before; follow_s: the longest time from a server's commit until it answered a call."""
 
@@ -128,7 +128,7 @@ class _Paced:
         return "" if off <= _BOUND else f"wrong: {off:.1e} away from what was expected"
 
 
-def run(rounds: int, callers: int = 4, pace: float = 20.0, tokens: int = 8) -> tuple[list[Row], Failures]:
+def run(rounds: int, callers: int = 4, pace: float = 20.0, tokens: int = 8) -> tuple[list[MoveMeasurement], Failures]:
     """The two rows, and the calls that failed."""
     with ExitStack() as stack:
         options = ("--admin-listen", "127.0.0.1:0")
@@ -161,7 +161,7 @@ def run(rounds: int, callers: int = 4, pace: float = 20.0, tokens: int = 8) -> t
 
 def _apply(file: Path, paced: _Paced, n: int) -> tuple[float, float]:
     """expertctl apply, as behind everybody else of this machine as it can be: when its first step began, and when the
-    new holders were committed."""
+    new replicas were committed."""
     command = [sys.executable, "-m", "expertctl.cli", "apply", str(file)]
     paced.phase = ("start", n)
     begin_s = committed_s = time.monotonic()
@@ -176,7 +176,7 @@ def _apply(file: Path, paced: _Paced, n: int) -> tuple[float, float]:
             if "loading" in line:
                 paced.phase = ("moving", n)
                 begin_s = time.monotonic()
-            if "more holders" in before:
+            if "more replicas" in before:
                 committed_s = time.monotonic()
             before = line
     if process.returncode:
@@ -194,7 +194,7 @@ def _placement(addresses: Sequence[str], away: bool, epoch: int) -> Placement:
     return Placement(servers, dict.fromkeys(range(_LAYERS), _EXPERTS), epoch)
 
 
-def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence[float]) -> list[Row]:
+def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence[float]) -> list[MoveMeasurement]:
     rows = []
     for phase in ("quiet", "moving"):
         every = Durations()
@@ -204,7 +204,7 @@ def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence
                     every.add(value)
         s, failed = every.summary(), seen.failures.about.count(phase)
         p50_ms, p99_ms, longest_ms = (round(1e3 * x, 2) for x in (s.p50_s, s.p99_s, s.max_s))
-        rows.append(Row(phase, s.count + failed, failed, p50_ms, p99_ms, longest_ms))
+        rows.append(MoveMeasurement(phase, s.count + failed, failed, p50_ms, p99_ms, longest_ms))
     ratios = []
     for n in range(rounds):
         quiet, moving = (seen.times.get((phase, n), Durations()).summary().p99_s for phase in ("quiet", "moving"))
@@ -245,7 +245,7 @@ def run_command(args: argparse.Namespace) -> int:
     print_sentence(
         out,
         f"{last.moved} experts moved in {last.seconds} s; p99 of a move over the quiet time before it, median:"
-        f" {last.p99_ratio:.2f}; the new holder answered {last.follow_s:.2f} s after it held them",
+        f" {last.p99_ratio:.2f}; the new replica answered {last.follow_s:.2f} s after it held them",
     )
     why.show(out)
     return 1 if why else 0

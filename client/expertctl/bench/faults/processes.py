@@ -36,7 +36,7 @@ class ServerProcess:
         options: Sequence[str],
         inside: Namespace | None = None,
         command: str = "serve",
-        module: str = "expertd_server.cli",
+        module: str = "expertd_server.commands.cli",
     ) -> None:
         self.address = ""
         self._options = list(options)

@@ -31,8 +31,8 @@ from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least
 from expertctl.common.percentiles import Durations
 from expertd.codec import ForwardRequestView, ForwardResponseView, TensorView
+from expertd.common.tables import console, print_table
 from expertd.errors import RequestCancelledError
-from expertd.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.clients.forwarder import Forwarder
@@ -40,14 +40,14 @@ from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.requests.request import Request
 from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
-__all__ = ["Row", "add_arguments", "measure", "run_command"]
+__all__ = ["ReplicaMeasurement", "add_arguments", "measure", "run_command"]
 
 TOKENS, HIDDEN = 4, 64
 SERVICE_S, STUMBLE_S, STUMBLES = 0.002, 0.05, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReplicaMeasurement:
     """extra: requests that were computed for nothing, as a share of the calls."""
 
     case: str
@@ -78,7 +78,7 @@ class Sleeper:
         self._lock = threading.Lock()
 
     def connect(self, deliver: Deliver, closed: Closed) -> MainConnection:
-        return _Way(self, deliver, closed)
+        return _SleepingConnection(self, deliver, closed)
 
     def unary(
         self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
@@ -116,7 +116,7 @@ class Sleeper:
         """Nothing to wait for."""
 
 
-class _Way:
+class _SleepingConnection:
     def __init__(self, server: Sleeper, deliver: Deliver, closed: Closed) -> None:
         self._server = server
         self._deliver = deliver
@@ -145,7 +145,7 @@ class _Way:
 WAYS = ("in turn", "two choices", "hedged")
 
 
-def measure(calls: int, callers: int) -> list[Row]:
+def measure(calls: int, callers: int) -> list[ReplicaMeasurement]:
     """Both cases, each way."""
     rows = []
     for case, way in itertools.product(("stumbles", "slow"), WAYS):
@@ -164,7 +164,9 @@ def measure(calls: int, callers: int) -> list[Row]:
     return rows
 
 
-def _row(case: str, way: str, ways: Sequence[Forwarder], servers: Sequence[Sleeper], calls: int, callers: int) -> Row:
+def _row(
+    case: str, way: str, ways: Sequence[Forwarder], servers: Sequence[Sleeper], calls: int, callers: int
+) -> ReplicaMeasurement:
     request = Request(
         0, np.ones((TOKENS, HIDDEN), np.float32), np.zeros((TOKENS, 1), np.int32), np.ones((TOKENS, 1), np.float32)
     )
@@ -184,7 +186,7 @@ def _row(case: str, way: str, ways: Sequence[Forwarder], servers: Sequence[Sleep
         thread.join()
     found, computed = times.summary(), sum(server.computed for server in servers)
     p50_ms, p99_ms = round(1e3 * found.p50_s, 2), round(1e3 * found.p99_s, 2)
-    return Row(case, way, calls, p50_ms, p99_ms, round((computed - calls) / calls, 4))
+    return ReplicaMeasurement(case, way, calls, p50_ms, p99_ms, round((computed - calls) / calls, 4))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from expertctl.bench.faults.failures import Failures
-from expertctl.bench.faults.load import Callers, Effect, effect, p99_ms
+from expertctl.bench.faults.load import Effect, LoadClients, effect, p99_ms
 from expertctl.bench.faults.scene import FAULTS, Event, Scene
 
-__all__ = ["AWAY_S", "FAULTS", "Row", "run"]
+__all__ = ["AWAY_S", "FAULTS", "FaultMeasurement", "run"]
 
 BOUND = 2e-2
 """Relative, of an answer to the one before anything happened: servers join batches, which rounds otherwise."""
@@ -22,7 +22,7 @@ _GO_ON_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FaultMeasurement:
     """What a fault did: over `events` of it, calls and how many of them failed, the longest call until all was as
     before, and the longest time until throughput was that of the servers that were left; the 99th percentile of calls
     in the seconds before events, and in those of events."""
@@ -39,13 +39,13 @@ class Row:
 
 def run(
     faults: Sequence[str], events: int, threads: int = 4, tokens: int = 8, away_s: float = AWAY_S
-) -> Iterator[tuple[Row, Failures]]:
+) -> Iterator[tuple[FaultMeasurement, Failures]]:
     """The row of each fault, and the calls that failed, on the same servers."""
     with ExitStack() as stack:
         scene = Scene(stack, tokens, faults)
         for fault in faults:
             cluster, expected = scene.cluster(fault)
-            with Callers(cluster, scene.request, expected, BOUND, threads) as callers:
+            with LoadClients(cluster, scene.request, expected, BOUND, threads) as callers:
                 effects = []
                 for n in range(events):
                     event = scene.event(fault, n % 2)
@@ -54,7 +54,7 @@ def run(
             yield _row(fault, effects, len(callers.calls), len(callers.failures)), callers.failures
 
 
-def _suffer(callers: Callers, event: Event, name: str, away_s: float, back: Callable[[], object]) -> Effect:
+def _suffer(callers: LoadClients, event: Event, name: str, away_s: float, back: Callable[[], object]) -> Effect:
     """One event, so long without whom it met, and until he is back."""
     happened = callers.failures.happened
     event.ready()
@@ -80,9 +80,9 @@ def _suffer(callers: Callers, event: Event, name: str, away_s: float, back: Call
     return effect(list(callers.calls), before_s, at_s, until_s, back_s)
 
 
-def _row(fault: str, effects: Sequence[Effect], calls: int, failed: int) -> Row:
+def _row(fault: str, effects: Sequence[Effect], calls: int, failed: int) -> FaultMeasurement:
     longest_s, recovered_s = max(e.longest_s for e in effects), max(e.recovered_s for e in effects)
-    return Row(
+    return FaultMeasurement(
         fault,
         len(effects),
         calls + failed,

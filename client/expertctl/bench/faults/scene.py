@@ -56,7 +56,7 @@ class Event:
     wrong: Callable[[], str] = lambda: ""
 
 
-class Told:
+class Reported:
     """A source that says what it is told to say."""
 
     every_s = 0.02
@@ -102,7 +102,7 @@ class Scene:
         if kind == "relayed":
             return ExpertCluster([relay.address for relay in self._relays], transport=GrpcTransport)
         if kind == "told":
-            self._told = Told(self._addresses)
+            self._told = Reported(self._addresses)
             return ExpertCluster(self._told)
         if kind == "copies":
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="expertd-copies-"))
@@ -110,7 +110,7 @@ class Scene:
             held = [(whole, half) for half in HALVES] + [(damaged, HALVES[0])]
             copies = self._started([["--checkpoint", str(f), "--experts", half, *ALONE] for f, half in held])
             *good, self._damaged = [server.ready() for server in copies]
-            self._copies = Told(good)
+            self._copies = Reported(good)
             return ExpertCluster(self._copies)
         if kind == "apart":
             self._namespaces = [self._stack.enter_context(Namespace()) for _ in HALVES]

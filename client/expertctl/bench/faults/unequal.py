@@ -25,16 +25,16 @@ from expertctl.bench.faults.processes import ServerProcess
 from expertctl.common.brief import briefly
 from expertctl.common.counts import at_least, at_least_0, positive
 from expertctl.common.workload import LayerShape, drawn
-from expertctl.moving.move import Mover, Options, Progress
 from expertctl.planner import observe, picture
 from expertctl.planner.picture import Bar
-from expertctl.planner.plan import Plan, plan
+from expertctl.planner.plan import PlacementPlan, plan
 from expertctl.planner.problem import Problem, held_of, placement_of
+from expertctl.rebalancing.rebalance import Options, Progress, Rebalancer
+from expertd.common.tables import console, print_sentence, print_table
 from expertd.placement import Placement
-from expertd.tables import console, print_sentence, print_table
 from expertd_client.cluster import ExpertCluster
 
-__all__ = ["Row", "add_arguments", "run", "run_command"]
+__all__ = ["BalanceMeasurement", "add_arguments", "run", "run_command"]
 
 _LAYERS, _EXPERTS, _TOP_K, _HIDDEN = 4, 64, 4, 256
 MODEL = ("--synthetic", "tiny-many:int4_g128", "--device", "cpu", "--threads", "1", "--max-tokens", "256")
@@ -46,7 +46,7 @@ _WARM_S = 1.0
 
 
 @dataclass(frozen=True)
-class Row:
+class BalanceMeasurement:
     """One placement.  held: experts of each server, over all layers; rate: routes a second, measured; times: as many as
     with the even split, measured; forecast: what the plan said; failed: calls."""
 
@@ -100,7 +100,7 @@ class _Load:
 
 def run(
     seconds: float, callers: int = 32, tokens: int = 4, zipf: float = 0.5
-) -> tuple[list[Row], str, list[Bar], Failures]:
+) -> tuple[list[BalanceMeasurement], str, list[Bar], Failures]:
     """The two rows, why one server cannot hold everything, the plan's picture, and the calls that failed."""
     with ExitStack() as stack:
         whole = stack.enter_context(ServerProcess(MODEL))
@@ -120,7 +120,7 @@ def run(
         problem, found = _plan(addresses, counted)
         even_failed = len(load.failures)
         now = Placement.from_describe(observe.ask(addresses))
-        with closing(Mover(placement_of(problem, found.held, 1, now.fingerprint), options=Options())) as mover:
+        with closing(Rebalancer(placement_of(problem, found.held, 1, now.fingerprint), options=Options())) as mover:
             load.failures.happened("the move to the plan begins")
             mover.run(Progress())
             load.failures.happened("the move to the plan is over")
@@ -130,8 +130,8 @@ def run(
         held = [tuple(int(n) for n in h.sum(axis=(0, 2))) for h in (held_of(problem, now), found.held)]
         forecast = found.after.rate / found.before.rate
         rows = [
-            Row("even", held[0], even_calls, even_failed, round(even_rate), 1.0, 1.0),
-            Row(
+            BalanceMeasurement("even", held[0], even_calls, even_failed, round(even_rate), 1.0, 1.0),
+            BalanceMeasurement(
                 "planned",
                 held[1],
                 calls,
@@ -156,7 +156,7 @@ def _options(n: int, limit: int) -> list[str]:
     return [*shard, "--metrics-listen", "127.0.0.1:0", "--expert-metrics", "yes", "--admin-listen", "127.0.0.1:0"]
 
 
-def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tuple[Problem, Plan]:
+def _plan(addresses: Sequence[str], counted: dict[str, observe.Counters]) -> tuple[Problem, PlacementPlan]:
     """As expertctl plan does."""
     described = observe.ask(addresses)
     now = Placement.from_describe(described)

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from expertctl.bench.overload.callers import WAYS
+from expertctl.bench.overload.clients import WAYS
 from expertctl.bench.overload.cost import PARTS, Cost, measure_cost
-from expertctl.bench.overload.run import NotMeasured, Plan, measure
-from expertctl.bench.overload.tally import Row
+from expertctl.bench.overload.run import NotMeasured, OverloadPlan, measure
+from expertctl.bench.overload.tally import OverloadMeasurement
 from expertctl.common.brief import briefly
 from expertctl.common.counts import at_least, positive
-from expertd.tables import console, print_table
+from expertd.common.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    plan = Plan()
+    plan = OverloadPlan()
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: one that it starts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
@@ -104,7 +104,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Measures and prints; 1 where a way could not be measured."""
     if args.cost:
         return _cost(args)
-    plan = Plan(
+    plan = OverloadPlan(
         args.address,
         args.server,
         args.paced,
@@ -119,7 +119,10 @@ def run_command(args: argparse.Namespace) -> int:
         args.cores,
     )
     found = list(measure(plan))
-    rows, missing = [f for f in found if isinstance(f, Row)], [f for f in found if isinstance(f, NotMeasured)]
+    rows, missing = (
+        [f for f in found if isinstance(f, OverloadMeasurement)],
+        [f for f in found if isinstance(f, NotMeasured)],
+    )
     if args.json:
         peak = max((row.peak_per_s for row in rows), default=0.0)
         not_measured = {"not_measured": {m.way: m.why for m in missing}} if missing else {}
@@ -165,7 +168,7 @@ _SHOWN = 5
 """Failures of a row."""
 
 
-def _show(rows: list[Row]) -> None:
+def _show(rows: list[OverloadMeasurement]) -> None:
     out = console(200)
     table = Table(
         title="overload: multiples of the peak rate, with deadlines",
@@ -186,7 +189,7 @@ def _show(rows: list[Row]) -> None:
             out.print(f"  {failure.text()}", markup=False)
 
 
-def _cells(r: Row) -> tuple[str, ...]:
+def _cells(r: OverloadMeasurement) -> tuple[str, ...]:
     return (
         f"{r.load:g}x",
         f"{r.deadline_ms:,.1f}",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expertctl.bench.faults.processes import ServerProcess
-from expertctl.bench.overload.callers import Callers
+from expertctl.bench.overload.clients import OverloadClients
 from expertctl.bench.overload.loop import LoopClock
 from expertctl.common.workload import LayerShape, requests
 from expertctl.load.selector import run_precisely
@@ -93,7 +93,7 @@ async def _cost(
     def fresh() -> Iterator[Request]:
         return requests([_SHAPE], tokens, 0.0, way != "synthetic", 0, digest=way == "synthetic")
 
-    both = [Callers(address, way, 4, clock, shown) for address, shown in to]
+    both = [OverloadClients(address, way, 4, clock, shown) for address, shown in to]
     rates: list[list[float]] = []
     p50s: list[list[float]] = []
     try:

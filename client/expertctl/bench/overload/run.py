@@ -19,10 +19,10 @@ from pathlib import Path
 
 from expertctl.bench.faults.processes import ServerProcess
 from expertctl.bench.overload import bare as bare_server
-from expertctl.bench.overload.callers import Callers
+from expertctl.bench.overload.clients import OverloadClients
 from expertctl.bench.overload.loop import LoopClock
 from expertctl.bench.overload.peak import Trial, largest
-from expertctl.bench.overload.tally import Row, Tally
+from expertctl.bench.overload.tally import OverloadMeasurement, OverloadTally
 from expertctl.common.workload import layer_shapes, requests
 from expertctl.load.selector import run_precisely
 from expertd.errors import ExpertdError
@@ -30,7 +30,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.async_client import AsyncExpertClient
 from expertd_client.requests.request import Request
 
-__all__ = ["MODEL", "PACED", "NotMeasured", "Plan", "measure"]
+__all__ = ["MODEL", "PACED", "NotMeasured", "OverloadPlan", "measure"]
 
 MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
 """The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
@@ -47,7 +47,7 @@ _LEAST = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class OverloadPlan:
     """address: None = a server of its own, or one that keeps time (`paced`); server: its options, None = MODEL or
     PACED.  cores: of the servers that it starts, and its own; None = whatever the system gives.  in_flight: of the
     closed loop; tokens: M of a request; slack: deadline over the normal p99; seconds: of each measurement.
@@ -75,7 +75,7 @@ class NotMeasured:
     why: str
 
 
-def measure(plan: Plan) -> Iterator[Row | NotMeasured]:
+def measure(plan: OverloadPlan) -> Iterator[OverloadMeasurement | NotMeasured]:
     """A row for each way and load; a way that is not to be had does not keep others from being measured."""
     with ExitStack() as stack:
         started, bare = [], ""
@@ -83,7 +83,7 @@ def measure(plan: Plan) -> Iterator[Row | NotMeasured]:
             options = (PACED if plan.paced else MODEL) if plan.server is None else plan.server
             if "tcp" in plan.ways and not plan.paced and "--tcp-listen" not in options:  # echo has TCP always
                 options = [*options, *_TCP]
-            command, module = ("", "expertd_echo") if plan.paced else ("serve", "expertd_server.cli")
+            command, module = ("", "expertd_echo") if plan.paced else ("serve", "expertd_server.commands.cli")
             started.append(stack.enter_context(ServerProcess(options, command=command, module=module)))
             plan = replace(plan, address=started[0].ready())
         watched = Watched(started[0].pid if started else 0)
@@ -103,7 +103,7 @@ def measure(plan: Plan) -> Iterator[Row | NotMeasured]:
                 yield from rows
 
 
-async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched, bare: str) -> list[Row]:
+async def _way(plan: OverloadPlan, way: str, clock: LoopClock, server: Watched, bare: str) -> list[OverloadMeasurement]:
     """bare: address of a bare server, "" = none."""
     assert plan.address is not None
     described = await _describe(plan.address)
@@ -113,17 +113,17 @@ async def _way(plan: Plan, way: str, clock: LoopClock, server: Watched, bare: st
     def fresh() -> Iterator[Request]:
         return requests(shape, plan.tokens, 0.0, not synthetic, 0, digest=synthetic)
 
-    async def beside(rate: float, deadline_s: float) -> Tally | None:
+    async def beside(rate: float, deadline_s: float) -> OverloadTally | None:
         if not bare or way not in BARE_WAYS:
             return None
-        others = Callers(bare, way, plan.callers, clock)
+        others = OverloadClients(bare, way, plan.callers, clock)
         try:
             await others.open()
             return (await others.open_loop(fresh(), rate, plan.seconds, deadline_s))[0]
         finally:
             await others.close()
 
-    callers = Callers(plan.address, way, plan.callers, clock)
+    callers = OverloadClients(plan.address, way, plan.callers, clock)
     try:
         await callers.open()
         await callers.closed_loop(fresh(), plan.in_flight, plan.seconds / 4)

@@ -1,4 +1,4 @@
-"""What became of requests that were sent with a deadline, and what it comes to: values in, a Row out."""
+"""What became of requests that were sent with a deadline, and what that comes to: values in, a measurement out."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from expertctl.bench.overload.peak import Peak
 from expertctl.common.percentiles import Durations
 from expertd.errors import ExpertdError
 
-__all__ = ["Row", "Tally"]
+__all__ = ["OverloadMeasurement", "OverloadTally"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OverloadMeasurement:
     """What a server made of a load.
 
     way                how requests travelled: a name of WAYS
@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Tally:
+class OverloadTally:
     """Times in seconds, on one clock."""
 
     answers: Durations = field(default_factory=Durations)
@@ -112,8 +112,8 @@ class Tally:
         wall_s: float,
         cpu: tuple[float, float],
         rss_mb: tuple[float, float] | None,
-        bare: Tally | None = None,
-    ) -> Row:
+        bare: OverloadTally | None = None,
+    ) -> OverloadMeasurement:
         """wall_s: while requests left.  cpu: of the generator and the server.  bare: the same load on a bare server."""
         admitted = self.sent - len(self.refusals)
         lost = self.late + self.failed.total() + self.open
@@ -124,7 +124,7 @@ class Tally:
         def ms(d: Durations) -> float:
             return round(1e3 * d.summary().p99_s, 3)
 
-        return Row(
+        return OverloadMeasurement(
             way=way,
             load=load,
             deadline_ms=round(1e3 * deadline_s, 2),

@@ -26,7 +26,7 @@ import grpc
 import grpc.aio
 
 from expertctl.common.child import child_server
-from expertd.hostmem import tune_allocator
+from expertd.common.hostmem import tune_allocator
 
 __all__ = ["Bare", "EventfdEcho", "SocketEcho", "StreamEcho", "bare_server"]
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 from rich.table import Table
 
-from expertctl.bench.path.grid import Measured, Plan, measure
+from expertctl.bench.path.grid import Measured, PathPlan, measure
+from expertctl.bench.path.measurements import STAGES, PathMeasurement
 from expertctl.bench.path.picture import draw
-from expertctl.bench.path.rows import STAGES, Row
-from expertctl.bench.path.ways import BARE, CLIENTS
+from expertctl.bench.path.transports import BARE, CLIENTS
 from expertctl.common.brief import briefly
 from expertctl.common.counts import at_least, positive
-from expertd.tables import console, print_table
+from expertd.common.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    plan = Plan()
+    plan = PathPlan()
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: an echo server that it starts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="file for a picture")
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Measures and prints.  1 where nothing could be measured."""
-    plan = Plan(
+    plan = PathPlan(
         args.address,
         args.transport,
         args.client,
@@ -94,7 +94,7 @@ def _show(found: Measured) -> None:
         out.print(f"{what}: {why}", markup=False)
 
 
-def _times(rows: Sequence[Row]) -> Table:
+def _times(rows: Sequence[PathMeasurement]) -> Table:
     table = _table("time of a request in microseconds, and of the same bytes without expertd (bare)", rows)
     for name in ("p50", "p99", "bare p50", "p50 / bare", "kernel", "requests/s", "bare/s", "of bare"):
         table.add_column(name, justify="right")
@@ -106,7 +106,7 @@ def _times(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _stages(rows: Sequence[Row]) -> Table:
+def _stages(rows: Sequence[PathMeasurement]) -> Table:
     table = _table("medians of the stages in microseconds", rows)
     for name in STAGES:
         table.add_column(name.replace("_", " "), justify="right")
@@ -115,7 +115,7 @@ def _stages(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _table(title: str, rows: Sequence[Row]) -> Table:
+def _table(title: str, rows: Sequence[PathMeasurement]) -> Table:
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     for name in ("server", "transport", "client"):
         table.add_column(name, no_wrap=True)
@@ -124,7 +124,7 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
-def _key(r: Row) -> tuple[str, ...]:
+def _key(r: PathMeasurement) -> tuple[str, ...]:
     return r.server, r.transport, r.client, f"{r.tokens:,}", f"{r.hidden_size:,}", f"{r.callers:,}"
 
 

@@ -12,22 +12,22 @@ from typing import Any
 import numpy as np
 
 from expertctl.bench.path.bare import Bare, bare_server
-from expertctl.bench.path.rows import Row, Samples, row_of
-from expertctl.bench.path.ways import BARE, NotToBeHadError, Way, bare_way, client_way, codec_ns
+from expertctl.bench.path.measurements import PathMeasurement, Samples, row_of
+from expertctl.bench.path.transports import BARE, NotToBeHadError, TimedTransport, bare_way, client_way, codec_ns
 from expertctl.common.echo import echo_server, no_echo
 from expertctl.common.workload import LayerShape, drawn, layer_shapes
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE
 from expertd_client.requests.request import Request
 
-__all__ = ["ECHO", "Measured", "Plan", "measure"]
+__all__ = ["ECHO", "Measured", "PathPlan", "measure"]
 
 ECHO = "echo"
 _ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Plan:
+class PathPlan:
     """What to measure.
 
     address       a server, beside the echo server; None = the echo server alone
@@ -50,11 +50,11 @@ class Plan:
 class Measured:
     """refused: "server transport client" -> why it could not be measured."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PathMeasurement] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def measure(plan: Plan) -> Measured:
+def measure(plan: PathPlan) -> Measured:
     """Starts the bare channels' server and the echo server, measures, and ends them.
 
     Raises rows of the error table where the server fails, ValueError for a grid that it does not take."""
@@ -78,11 +78,11 @@ def measure(plan: Plan) -> Measured:
     return out
 
 
-async def _measure(plan: Plan, servers: Mapping[str, tuple[str, LayerShape]], bare: Bare, out: Measured) -> None:
+async def _measure(plan: PathPlan, servers: Mapping[str, tuple[str, LayerShape]], bare: Bare, out: Measured) -> None:
     names = [(s, t, c) for s in servers for t in plan.transports for c in plan.clients]
     for callers in plan.callers:
         async with contextlib.AsyncExitStack() as stack:
-            ways: dict[tuple[str, str, str], Way] = {}
+            ways: dict[tuple[str, str, str], TimedTransport] = {}
             for name in names:
                 server, transport, client = name
                 try:
@@ -101,18 +101,18 @@ async def _measure(plan: Plan, servers: Mapping[str, tuple[str, LayerShape]], ba
 
 
 async def _cell(
-    plan: Plan,
-    ways: Mapping[tuple[str, str, str], Way],
-    floors: Mapping[str, Way],
+    plan: PathPlan,
+    ways: Mapping[tuple[str, str, str], TimedTransport],
+    floors: Mapping[str, TimedTransport],
     shapes: Mapping[str, LayerShape],
     tokens: int,
     callers: int,
-) -> list[Row]:
+) -> list[PathMeasurement]:
     """One number of tokens."""
     requests = {s: drawn(np.random.default_rng(tokens), tokens, shape, 0.0) for s, shape in shapes.items()}
     hidden_size = next(iter(shapes.values())).hidden_size
     payload = bytes(range(256)) * (tokens * hidden_size // 128)
-    loads: list[tuple[Way, Any]] = [(way, payload) for way in floors.values()]
+    loads: list[tuple[TimedTransport, Any]] = [(way, payload) for way in floors.values()]
     loads += [(way, requests[server]) for (server, _, _), way in ways.items()]
     for way, load in loads:
         await way.round(load, 0.05)  # connections, windows and caches are as they stay

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from expertctl.bench.path.rows import STAGES, Row
+from expertctl.bench.path.measurements import STAGES, PathMeasurement
 from expertctl.pictures.bars import Bar, stacked
 
 __all__ = ["draw"]
 
 
-def draw(rows: Sequence[Row]) -> str:
+def draw(rows: Sequence[PathMeasurement]) -> str:
     """Bars of one number of tokens share a scale; the groups do not."""
     groups: dict[str, list[Bar]] = {}
     for row in rows:
@@ -19,6 +19,6 @@ def draw(rows: Sequence[Row]) -> str:
     return stacked("Where the time of a request goes (medians)", list(STAGES), groups, "the bare channel")
 
 
-def _bar(row: Row) -> Bar:
+def _bar(row: PathMeasurement) -> Bar:
     label = f"{row.server}, {row.transport}, {row.client}, {row.callers} caller{'s' if row.callers > 1 else ''}"
     return Bar(label, row.stages_us, f"{row.p50_us:,.0f} us, bare {row.bare_us:,.0f}", row.bare_us)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from expertctl.bench.path.rows import Samples
+from expertctl.bench.path.measurements import Samples
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 from expertd_client.transports.protocol import (

@@ -13,13 +13,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from expertd.begun import begin
 from expertd.codec import (
     AnswerReader,
     decode_forward_response,
     encode_forward_request,
     encode_stream_request,
 )
+from expertd.common.begun import begin
 from expertd.errors import ExpertdError, InternalError, InvalidRequestError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request

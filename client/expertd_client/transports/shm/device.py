@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from expertd.dtypes import DTYPE_BYTES, scales_of_row
+from expertd.common.dtypes import DTYPE_BYTES, scales_of_row
 from expertd.shm.client import Client
 from expertd.shm.layout import Tensors
 from expertd.v1 import expert_service_pb2 as pb

@@ -24,10 +24,10 @@ from expertd_kernels.backends.portable.replay import (
     proves,
 )
 from expertd_kernels.backends.portable.space import CHUNK_TOKENS, Rounded, layer_space
-from expertd_kernels.backends.portable.tiling import Facts, Plan, Tile, make_plan
+from expertd_kernels.backends.portable.tiling import Facts, Tile, TilingPlan, make_plan
 from expertd_kernels.backends.scratch import Layout, Shapes, scratch_of
 from expertd_kernels.backends.triton_launch import OPTIONS
-from expertd_kernels.sizes import planned
+from expertd_kernels.common.sizes import planned
 from expertd_kernels.weights.activation import Activation, ActivationKind
 from expertd_kernels.weights.scheme import ActivationQuant
 
@@ -55,13 +55,13 @@ class _Call:
     weights: Tensor
     out: Tensor
     on_input: bool
-    plan: Plan
+    plan: TilingPlan
     scratch: Mapping[str, Tensor]
     recording: Recording | None
 
 
 class TritonExperts:
-    """Experts of one layer on the device of the packed tensors.  planner: tokens -> Plan; default plan.make_plan.
+    """Experts of one layer on the device of the packed tensors.  planner: tokens -> TilingPlan; default plan.make_plan.
 
     one_plan: the same plan for every number of tokens, so that each row is computed by the same steps in any batch."""
 
@@ -72,7 +72,7 @@ class TritonExperts:
         w2: Matrix,
         activation: Activation,
         activation_quant: ActivationQuant = ActivationQuant.NONE,
-        planner: Callable[[int], Plan] | None = None,
+        planner: Callable[[int], TilingPlan] | None = None,
         input_scales: Tensor | None = None,
     ) -> None:
         """input_scales [2] f32: the static scales of the rows before w13 and before w2 (E4M3_TENSOR)."""
@@ -91,12 +91,12 @@ class TritonExperts:
         self.pdl = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
         self.one_plan = False
         self._planner = planner
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int], TilingPlan] = {}
         self._fewer_stages: dict[tuple[Any, ...], int] = {}
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self._replays = nvidia
 
-    def plan(self, tokens: int, top_k: int) -> Plan:
+    def plan(self, tokens: int, top_k: int) -> TilingPlan:
         """The plan of a batch: the same one for sizes that are planned alike."""
         if self._planner is not None:
             return self._planner(tokens)
@@ -134,7 +134,7 @@ class TritonExperts:
         router_weight_on_input: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """See expertd_kernels/protocol.py.  Activations that are not bf16 are rounded to it first."""
+        """See expertd_kernels/common/protocol.py.  Activations that are not bf16 are rounded to it first."""
         M, k = topk_ids.shape
         if hidden_states.shape != (M, self.hidden_size) or topk_weights.shape != (M, k):
             raise ValueError(
@@ -181,7 +181,7 @@ class TritonExperts:
         weights: Tensor,
         out: Tensor,
         on_input: bool,
-        plan: Plan,
+        plan: TilingPlan,
         recording: Recording | None,
     ) -> None:
         parts = scratch_of(self.device).parts(Layout(self._space(x, ids, plan)))
@@ -218,7 +218,7 @@ class TritonExperts:
             tensors = (call.x, call.ids, call.weights, call.out)
             call.recording.add(compiled, grid, kernel.arg_names, args, constants, tensors)
 
-    def _space(self, x: Tensor, ids: Tensor, plan: Plan) -> Shapes:
+    def _space(self, x: Tensor, ids: Tensor, plan: TilingPlan) -> Shapes:
         return layer_space(
             self.num_experts,
             self.hidden_size,

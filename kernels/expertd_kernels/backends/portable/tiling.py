@@ -12,7 +12,7 @@ from expertd_kernels.backends.plan_words import in_words
 from expertd_kernels.backends.portable.layout import ELEM, FLOAT, Layout
 from expertd_kernels.weights.scheme import Element
 
-__all__ = ["Facts", "Plan", "Tile", "fit", "make_plan", "stage_bytes"]
+__all__ = ["Facts", "TilingPlan", "Tile", "fit", "make_plan", "stage_bytes"]
 
 INFINITE = float("inf")
 E2M1 = ELEM[Element.E2M1]
@@ -41,7 +41,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilingPlan:
     """Of a layer.  rows: tokens of a block; direct: no routing kernel, one block a route."""
 
     rows: int
@@ -165,7 +165,7 @@ def fill(tile: Tile, blocks: float, rows: int, facts: Facts) -> Tile:
     return tile
 
 
-def make_plan(facts: Facts, tokens: int) -> Plan:
+def make_plan(facts: Facts, tokens: int) -> TilingPlan:
     """The plan for `tokens` tokens."""
     routes = tokens * facts.top_k
     rows = routes / min(facts.num_experts, routes)
@@ -178,4 +178,4 @@ def make_plan(facts: Facts, tokens: int) -> Plan:
     if not facts.rounded or bm <= 16:  # the narrow tile of a tall block has too few registers for rounded operands
         blocks = min(facts.num_experts, routes) * max(1.0, rows / bm)
         tile1, tile2 = fill(tile1, blocks, facts.inner, facts), fill(tile2, blocks, facts.hidden, facts)
-    return Plan(bm, fit(tile1, bm, facts.w13, facts.segments, facts), fit(tile2, bm, facts.w2, 1, facts), direct)
+    return TilingPlan(bm, fit(tile1, bm, facts.w13, facts.segments, facts), fit(tile2, bm, facts.w2, 1, facts), direct)

@@ -60,7 +60,7 @@ class Floats:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _FloatsPlan:
     """What the shapes say.  transposed: stored [K, N]; repeat: copies of each scale row, where a fused tensor's blocks
     are split; first: the row of those where this unit begins; widen: blocks run along the outputs, see _widened."""
 
@@ -113,7 +113,7 @@ def read_floats(unit: Unit, f: Floats) -> Part:
     )
 
 
-def _plan(unit: Unit, f: Floats) -> _Plan:
+def _plan(unit: Unit, f: Floats) -> _FloatsPlan:
     n, k, transposed = _orientation(unit, f)
     stored = unit.siblings.get(f.scale) if f.sibling_rows else unit.stored(f.scale)
     if stored is None:
@@ -126,7 +126,7 @@ def _plan(unit: Unit, f: Floats) -> _Plan:
     total = f.sibling_rows[1] if f.sibling_rows else n
     along_outputs = transposed and kind is ScaleType.E8M0 and stored.shape == (k, -(-n // MX_BLOCK))
     if along_outputs and f.element is Element.E4M3:
-        return _Plan(Scheme(Element.BF16), n, k, True, widen=True)
+        return _FloatsPlan(Scheme(Element.BF16), n, k, True, widen=True)
     rows, cols = _block(unit, f, stored.shape[::-1] if transposed else stored.shape, (total, k), kind)
     if f.second:
         unit.expect(f.second, None, "F32")
@@ -136,7 +136,9 @@ def _plan(unit: Unit, f: Floats) -> _Plan:
     if f.sibling_rows and rows > 1 and total != n:
         fine = math.gcd(rows, n)  # a block of the fused scales may hold the last gate rows and the first up rows
         rows, repeat, first = fine, rows // fine, f.sibling_rows[0] // fine
-    return _Plan(Scheme(f.element, rows, cols, kind, global_scale=bool(f.second)), n, k, transposed, repeat, first)
+    return _FloatsPlan(
+        Scheme(f.element, rows, cols, kind, global_scale=bool(f.second)), n, k, transposed, repeat, first
+    )
 
 
 def _orientation(unit: Unit, f: Floats) -> tuple[int, int, bool]:
@@ -203,7 +205,7 @@ def _block(unit: Unit, f: Floats, shape: tuple[int, ...], nk: tuple[int, int], k
     )
 
 
-def _codes(unit: Unit, f: Floats, plan: _Plan) -> Tensor | Stored:
+def _codes(unit: Unit, f: Floats, plan: _FloatsPlan) -> Tensor | Stored:
     """Canonical codes: unread where the file's bytes are they already."""
     if not plan.transposed:
         stored = unit.stored(f.codes)
@@ -212,7 +214,7 @@ def _codes(unit: Unit, f: Floats, plan: _Plan) -> Tensor | Stored:
     return codes.view(torch.uint8).t() if codes.dtype is torch.int8 else codes.t()
 
 
-def _scale_rows(scales: Tensor, plan: _Plan) -> Tensor:
+def _scale_rows(scales: Tensor, plan: _FloatsPlan) -> Tensor:
     """The unit's own scales as [scale rows, scale cols]."""
     rows, cols = plan.scheme.scale_shape(plan.n, plan.k)
     if scales.dim() == 4:

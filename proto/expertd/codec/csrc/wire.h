@@ -80,7 +80,7 @@ class Fields {
 
 // A Tensor.  Places are null where there is nothing.
 struct Tensor {
-  static constexpr uint32_t kMostRank = 8;  // expertd.bounds.MAX_RANK
+  static constexpr uint32_t kMostRank = 8;  // expertd.common.bounds.MAX_RANK
 
   bool there = false, has_scales = false;
   bool odd = false, odd_scales = false;  // they are spelled otherwise than as raw bytes
@@ -191,7 +191,7 @@ class Writer {
 };
 
 // Of a traceparent whose caller records, trace id and span id into out[24]; zeros where it is none.  As
-// expertd/trace_context.py.
+// expertd/common/trace_context.py.
 inline void read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) {
   constexpr uint64_t kBytes = 55;
   memset(out, 0, 24);

@@ -8,7 +8,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "port.h"
+#include "server_side.h"
 
 namespace expertd {
 namespace {
@@ -89,11 +89,11 @@ Item* Answers::new_item() {
   return item;
 }
 
-void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns) {
-  const uint32_t backend = lane ? lane->layer->backend_at(lane->rows) : 0;
-  const auto collect_ns = uint32_t(lane ? lane->launch_ns - lane->cut_ns : 0), kernel_ns = uint32_t(lane ? lane->kernel_ns : 0);
-  if (item->f.traced()) trace(item, lane, kComputed, waited_ns);
-  const uint32_t tokens = lane ? lane->tokens : 0, requests = lane ? uint32_t(lane->items.size()) : 0;
+void Answers::answer(Item* item, const BatchSlot* batch_slot, uint32_t routes, uint64_t waited_ns) {
+  const uint32_t backend = batch_slot ? batch_slot->layer->backend_at(batch_slot->rows) : 0;
+  const auto collect_ns = uint32_t(batch_slot ? batch_slot->launch_ns - batch_slot->cut_ns : 0), kernel_ns = uint32_t(batch_slot ? batch_slot->kernel_ns : 0);
+  if (item->f.traced()) trace(item, batch_slot, kComputed, waited_ns);
+  const uint32_t tokens = batch_slot ? batch_slot->tokens : 0, requests = batch_slot ? uint32_t(batch_slot->items.size()) : 0;
   if (item->port) {
     auto& c = item->called ? item->port->open_call(false) : item->port->open(item->id);
     c.refused = 0;
@@ -108,7 +108,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     c.queued_tokens = uint32_t(busy_.all_tokens());
     c.queued_requests = uint32_t(busy_.all_requests());
     c.token_ns = busy_.token_ns.load(std::memory_order_relaxed);
-    snprintf(c.name, sizeof c.name, "%s", lane ? lane->layer->name_at(lane->rows) : "");
+    snprintf(c.name, sizeof c.name, "%s", batch_slot ? batch_slot->layer->name_at(batch_slot->rows) : "");
     c.set_version(item->weights_version);
     count(kComputed);
     publish(item, c, false);
@@ -123,7 +123,7 @@ void Answers::answer(Item* item, const Lane* lane, uint32_t routes, uint64_t wai
     o.batch_tokens = tokens;
     o.batch_requests = requests;
     o.backend = backend;
-    if (item->f.named && lane) snprintf(o.text, sizeof o.text, "%s", lane->layer->name_at(lane->rows));
+    if (item->f.named && batch_slot) snprintf(o.text, sizeof o.text, "%s", batch_slot->layer->name_at(batch_slot->rows));
     post(item, o);
   }
   give_back(item);
@@ -172,16 +172,16 @@ void Answers::refused_outside(const Forward& f, uint32_t reason) {
   if (traces_.size() < kMostTraces) traces_.push_back(t);
 }
 
-void Answers::trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns) {
+void Answers::trace(const Item* item, const BatchSlot* batch_slot, uint32_t reason, uint64_t waited_ns) {
   TraceRecord t = trace_of(item->f, reason, item->port ? 1 : 2);
-  if (lane) {
-    t.computed_ns = lane->computed_ns;
-    t.backend = lane->layer->backend_at(lane->rows);
+  if (batch_slot) {
+    t.computed_ns = batch_slot->computed_ns;
+    t.backend = batch_slot->layer->backend_at(batch_slot->rows);
     t.queue_ns = uint32_t(waited_ns);
-    t.collect_ns = uint32_t(lane->launch_ns - lane->cut_ns);
-    t.kernel_ns = uint32_t(lane->kernel_ns);
-    t.batch_tokens = lane->tokens;
-    t.batch_requests = uint32_t(lane->items.size());
+    t.collect_ns = uint32_t(batch_slot->launch_ns - batch_slot->cut_ns);
+    t.kernel_ns = uint32_t(batch_slot->kernel_ns);
+    t.batch_tokens = batch_slot->tokens;
+    t.batch_requests = uint32_t(batch_slot->items.size());
   }
   held_traces_.push_back(t);
 }

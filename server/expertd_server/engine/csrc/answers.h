@@ -12,7 +12,7 @@
 #include "check.h"
 #include "core.h"
 #include "layer.h"
-#include "lines.h"
+#include "queues.h"
 
 namespace expertd {
 
@@ -46,7 +46,7 @@ class Answers {
   Item* new_item();
   void give_back(Item* item) { pool_.push_back(item); }
   // The item is given back by both.
-  void answer(Item* item, const Lane* lane, uint32_t routes, uint64_t waited_ns);
+  void answer(Item* item, const BatchSlot* batch_slot, uint32_t routes, uint64_t waited_ns);
   void refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...)
       __attribute__((format(printf, 5, 6)));
   void refuse(Item* item, const Refusal& why);
@@ -67,7 +67,7 @@ class Answers {
 
  private:
   void keep(const BatchRecord& r);
-  void trace(const Item* item, const Lane* lane, uint32_t reason, uint64_t waited_ns);
+  void trace(const Item* item, const BatchSlot* batch_slot, uint32_t reason, uint64_t waited_ns);
   static TraceRecord trace_of(const Forward& f, uint32_t reason, uint32_t transport);
   void post(const Item* item, const Outcome& o) {
     if (item->work)

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "core_class.h"
-#include "peers.h"
+#include "tcp_connections.h"
 
 #include <unistd.h>
 
@@ -16,18 +16,18 @@ using namespace expertd;
 // Of the structs, for the test that holds abi.py to core.h.
 API void expertd_core_sizes(uint64_t* out) {
   const uint64_t sizes[] = {sizeof(Config), sizeof(Forward), sizeof(Outcome), sizeof(LayerFacts),
-                            sizeof(LaneMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
-                            sizeof(PeerBounds), sizeof(TraceRecord), sizeof(InlineMessage), sizeof(RequestFacts)};
+                            sizeof(BatchSlotMemory), sizeof(Run), sizeof(BatchRecord), sizeof(Load), sizeof(Waiting), sizeof(Measured),
+                            sizeof(TcpBounds), sizeof(TraceRecord), sizeof(InlineMessage), sizeof(RequestFacts)};
   for (uint64_t size : sizes) *out++ = size;
 }
 
 API Core* expertd_core(const Config* config) { return new Core(*config); }
 API void expertd_core_free(Core* c) { delete c; }
-API void expertd_core_lane(Core* c, uint32_t lane, const LaneMemory* m) { c->lane(lane, *m); }
+API void expertd_core_batch_slot(Core* c, uint32_t batch_slot, const BatchSlotMemory* m) { c->batch_slot(batch_slot, *m); }
 API int expertd_core_device(Core* c, void* compute, void* in, void* out) { return c->device(compute, in, out); }
 API uint32_t expertd_core_run(Core* c, Run* out) { return c->run(out); }
-API void expertd_core_done(Core* c, uint32_t lane, uint64_t kernel_ns, const char* text) { c->done(lane, kernel_ns, text); }
-API void expertd_core_launched(Core* c, uint32_t lane) { c->launched(lane); }
+API void expertd_core_done(Core* c, uint32_t batch_slot, uint64_t kernel_ns, const char* text) { c->done(batch_slot, kernel_ns, text); }
+API void expertd_core_launched(Core* c, uint32_t batch_slot) { c->launched(batch_slot); }
 API void expertd_core_fail_all(Core* c, uint32_t reason, const char* text) { c->fail_all(reason, text); }
 API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, uint32_t* retry_after_us) {
   return c->submit(*f, handle, retry_after_us);
@@ -108,13 +108,13 @@ API void expertd_core_drop_kept(Core* c) {
 }
 
 // last: router weight on input for kWhole and kExperts, the hidden size for the other parts, which any layer takes.
-API void expertd_core_add_graph(Core* c, uint32_t layer, uint32_t generation, uint32_t part, uint32_t lane, uint32_t rows,
+API void expertd_core_add_graph(Core* c, uint32_t layer, uint32_t generation, uint32_t part, uint32_t batch_slot, uint32_t rows,
                                 uint32_t top_k, uint32_t last, void* exec) {
   Command x{};
   x.kind = Command::kAddGraph;
   x.layer = layer;
   x.generation = generation;
-  x.key = {part, lane, part == kDeliver ? 0 : top_k, last};
+  x.key = {part, batch_slot, part == kDeliver ? 0 : top_k, last};
   x.rows = rows;
   x.exec = exec;
   c->command(std::move(x));
@@ -137,20 +137,20 @@ API void expertd_core_remove_session(Core* c, uint64_t handle) {
   c->command(std::move(x));
 }
 
-// For the test that holds it to expertd/trace_context.py.
+// For the test that holds it to expertd/common/trace_context.py.
 API void expertd_read_traceparent(const uint8_t* text, uint64_t n, uint8_t* out) { wire::read_traceparent(text, n, out); }
 
 // ---- sessions over TCP.  They are freed before the core, after whatever runs it.
 
-API Peers* expertd_peers(Core* c, const PeerBounds* bounds) {
-  auto* p = new Peers(*c, c->answers(), *bounds);
+API TcpConnections* expertd_tcp_connections(Core* c, const TcpBounds* bounds) {
+  auto* p = new TcpConnections(*c, c->answers(), *bounds);
   c->answers().sink(p);
   return p;
 }
-API void expertd_peers_free(Peers* p) { delete p; }
-API void expertd_peers_add(Peers* p, uint64_t handle, int fd, uint32_t caller) { p->add(handle, fd, caller); }
-API void expertd_peers_remove(Peers* p, uint64_t handle) { p->remove(handle); }
-API uint32_t expertd_peers_gone(Peers* p, uint64_t* handles, uint32_t most) { return p->gone(handles, most); }
-API int expertd_peers_bell(Peers* p) { return p->bell(); }
-API uint64_t expertd_peers_unwritten(Peers* p) { return p->unwritten(); }
-API int expertd_peers_stop(Peers* p, uint64_t wait_ms) { return p->stop(wait_ms); }
+API void expertd_tcp_connections_free(TcpConnections* p) { delete p; }
+API void expertd_tcp_connections_add(TcpConnections* p, uint64_t handle, int fd, uint32_t caller) { p->add(handle, fd, caller); }
+API void expertd_tcp_connections_remove(TcpConnections* p, uint64_t handle) { p->remove(handle); }
+API uint32_t expertd_tcp_connections_gone(TcpConnections* p, uint64_t* handles, uint32_t most) { return p->gone(handles, most); }
+API int expertd_tcp_connections_bell(TcpConnections* p) { return p->bell(); }
+API uint64_t expertd_tcp_connections_unwritten(TcpConnections* p) { return p->unwritten(); }
+API int expertd_tcp_connections_stop(TcpConnections* p, uint64_t wait_ms) { return p->stop(wait_ms); }

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "gather.h"
-#include "port.h"
+#include "server_side.h"
 
 namespace expertd {
 namespace {
@@ -22,47 +22,47 @@ char* row_of(void* base, uint64_t row, uint64_t H, const Config& c) {
 
 }  // namespace
 
-void gather_here(Lane& lane, const Config& config, Run* run) {
-  const LayerFacts& layer = lane.layer->facts;
-  const LaneMemory& m = lane.memory;
+void gather_here(BatchSlot& batch_slot, const Config& config, Run* run) {
+  const LayerFacts& layer = batch_slot.layer->facts;
+  const BatchSlotMemory& m = batch_slot.memory;
   const uint64_t H = layer.hidden_size;
-  const Forward& only = lane.items.front()->f;
-  const bool alone = lane.items.size() == 1;
+  const Forward& only = batch_slot.items.front()->f;
+  const bool alone = batch_slot.items.size() == 1;
   const bool in_place = config.nonfinite == kPass && alone && only.hidden_dtype == config.compute_dtype &&
                         only.hidden % kAligned == 0;  // else what is read has to stay what was looked at
-  lane.in_place_out = alone && only.out_dtype == config.compute_dtype && only.out % kAligned == 0;
-  lane.rows = lane.tokens;
-  lane.bad.assign(lane.items.size(), Bad{});
-  lane.routes.assign(lane.items.size(), 0);
+  batch_slot.in_place_out = alone && only.out_dtype == config.compute_dtype && only.out % kAligned == 0;
+  batch_slot.rows = batch_slot.tokens;
+  batch_slot.bad.assign(batch_slot.items.size(), Bad{});
+  batch_slot.routes.assign(batch_slot.items.size(), 0);
   uint64_t row = 0;
-  for (size_t i = 0; i < lane.items.size(); ++i) {
-    const Forward& f = lane.items[i]->f;
+  for (size_t i = 0; i < batch_slot.items.size(); ++i) {
+    const Forward& f = batch_slot.items[i]->f;
     if (!in_place) {
       char* x = row_of(m.hidden, row, H, config);
       load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype, reinterpret_cast<float*>(f.scales),
                   f.tokens, H);
-      settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &lane.bad[i]);
+      settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &batch_slot.bad[i]);
     }
-    lane.routes[i] = load_routes(f, layer, lane.top_k, m.slots + row * lane.top_k, m.weights + row * lane.top_k,
-                                 layer.expert_tokens, config.nonfinite, &lane.bad[i]);
+    batch_slot.routes[i] = load_routes(f, layer, batch_slot.top_k, m.slots + row * batch_slot.top_k, m.weights + row * batch_slot.top_k,
+                                 layer.expert_tokens, config.nonfinite, &batch_slot.bad[i]);
     row += f.tokens;
   }
   run->hidden = in_place ? only.hidden : uint64_t(m.hidden);
   run->slots = uint64_t(m.slots);
   run->weights = uint64_t(m.weights);
-  run->out = lane.in_place_out ? only.out : uint64_t(m.out);
+  run->out = batch_slot.in_place_out ? only.out : uint64_t(m.out);
 }
 
-void write_table(Lane& lane, const Config& config) {
-  const LayerFacts& layer = lane.layer->facts;
-  const LaneMemory& m = lane.memory;
+void write_table(BatchSlot& batch_slot, const Config& config) {
+  const LayerFacts& layer = batch_slot.layer->facts;
+  const BatchSlotMemory& m = batch_slot.memory;
   const uint64_t H = layer.hidden_size;
   const bool looked_at = config.nonfinite != kPass;  // here, so tensors of sessions in shared memory are staged, too
   uint64_t staged = 0, staged_routes = 0, outputs = 0;
   uint64_t* line = m.table;
-  lane.bad.assign(lane.items.size(), Bad{});
-  for (size_t i = 0; i < lane.items.size(); ++i) {
-    const Item* item = lane.items[i];
+  batch_slot.bad.assign(batch_slot.items.size(), Bad{});
+  for (size_t i = 0; i < batch_slot.items.size(); ++i) {
+    const Item* item = batch_slot.items[i];
     Forward f = item->f;
     if (!item->port || looked_at) {
       char* x = row_of(m.hidden, staged, H, config);
@@ -74,7 +74,7 @@ void write_table(Lane& lane, const Config& config) {
       } else {
         load_floats(x, config.compute_dtype, reinterpret_cast<void*>(f.hidden), f.hidden_dtype,
                     reinterpret_cast<float*>(f.scales), f.tokens, H);
-        settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &lane.bad[i]);
+        settle_floats(x, config.compute_dtype, f.tokens, H, config.nonfinite, &batch_slot.bad[i]);
         f.hidden_dtype = config.compute_dtype;
         f.scales = 0;
       }
@@ -110,21 +110,21 @@ void write_table(Lane& lane, const Config& config) {
   }
 }
 
-void pad_table(Lane& lane, uint32_t rows) {
-  for (uint64_t i = lane.tokens; i < rows; ++i) lane.memory.table[i * kWords + 4] = 0;
-  lane.rows = rows;
+void pad_table(BatchSlot& batch_slot, uint32_t rows) {
+  for (uint64_t i = batch_slot.tokens; i < rows; ++i) batch_slot.memory.table[i * kWords + 4] = 0;
+  batch_slot.rows = rows;
 }
 
-bool on_device(const Lane& lane) {
-  return std::all_of(lane.items.begin(), lane.items.end(), [](const Item* i) { return i->f.on_device; });
+bool on_device(const BatchSlot& batch_slot) {
+  return std::all_of(batch_slot.items.begin(), batch_slot.items.end(), [](const Item* i) { return i->f.on_device; });
 }
 
-bool movable(const Lane& lane, const Config& config) {
+bool movable(const BatchSlot& batch_slot, const Config& config) {
   uint32_t on_host = 0;
-  for (const Item* i : lane.items) on_host += i->f.on_device ? 0 : i->f.tokens;
-  if (on_host < config.streamed_rows || lane.items.size() * kRowsAPiece > lane.tokens) return false;
-  const bool takes_e4m3 = lane.layer->facts.takes_e4m3 && config.nonfinite == kPass;  // else what is staged is wide
-  return std::all_of(lane.items.begin(), lane.items.end(), [&](const Item* i) {
+  for (const Item* i : batch_slot.items) on_host += i->f.on_device ? 0 : i->f.tokens;
+  if (on_host < config.streamed_rows || batch_slot.items.size() * kRowsAPiece > batch_slot.tokens) return false;
+  const bool takes_e4m3 = batch_slot.layer->facts.takes_e4m3 && config.nonfinite == kPass;  // else what is staged is wide
+  return std::all_of(batch_slot.items.begin(), batch_slot.items.end(), [&](const Item* i) {
     if (i->f.hidden_dtype == kE4m3 && !takes_e4m3) return false;
     if (!i->port) return true;
     const bool as_it_is = i->f.hidden_dtype == config.compute_dtype || i->f.hidden_dtype == kE4m3;
@@ -132,12 +132,12 @@ bool movable(const Lane& lane, const Config& config) {
   });
 }
 
-int copy_in(const Lane& lane, const Config& config, Cuda& cuda) {
-  const LaneMemory& m = lane.memory;
-  const uint64_t H = lane.layer->facts.hidden_size, row_bytes = H * size_of(config.compute_dtype);
+int copy_in(const BatchSlot& batch_slot, const Config& config, Cuda& cuda) {
+  const BatchSlotMemory& m = batch_slot.memory;
+  const uint64_t H = batch_slot.layer->facts.hidden_size, row_bytes = H * size_of(config.compute_dtype);
   uint64_t row = 0;
   int error = 0;
-  for (const Item* item : lane.items) {
+  for (const Item* item : batch_slot.items) {
     const auto copy = [&](uint64_t to, uint64_t from, size_t bytes) {
       error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.in)
                                  : cuda.to_device(to, reinterpret_cast<void*>(from), bytes, cuda.in);
@@ -154,12 +154,12 @@ int copy_in(const Lane& lane, const Config& config, Cuda& cuda) {
   return error;
 }
 
-int copy_out(const Lane& lane, const Config& config, Cuda& cuda) {
-  const uint64_t row_bytes = uint64_t(lane.layer->facts.hidden_size) * size_of(config.compute_dtype);
+int copy_out(const BatchSlot& batch_slot, const Config& config, Cuda& cuda) {
+  const uint64_t row_bytes = uint64_t(batch_slot.layer->facts.hidden_size) * size_of(config.compute_dtype);
   uint64_t row = 0;
   int error = 0;
-  for (const Item* item : lane.items) {
-    const uint64_t from = lane.memory.device_out + row * row_bytes, to = lane.memory.table[row * kWords + 3];
+  for (const Item* item : batch_slot.items) {
+    const uint64_t from = batch_slot.memory.device_out + row * row_bytes, to = batch_slot.memory.table[row * kWords + 3];
     const size_t bytes = item->f.tokens * row_bytes;
     error |= item->f.on_device ? cuda.on_device(to, from, bytes, cuda.out)
                                : cuda.to_host(reinterpret_cast<void*>(to), from, bytes, cuda.out);
@@ -168,28 +168,28 @@ int copy_out(const Lane& lane, const Config& config, Cuda& cuda) {
   return error;
 }
 
-uint32_t scatter(const Lane& lane, const Config& config, size_t i, uint64_t row, uint64_t staged, Bad* bad) {
-  const Item* item = lane.items[i];
+uint32_t scatter(const BatchSlot& batch_slot, const Config& config, size_t i, uint64_t row, uint64_t staged, Bad* bad) {
+  const Item* item = batch_slot.items[i];
   const Forward& f = item->f;
-  const uint64_t H = lane.layer->facts.hidden_size;
+  const uint64_t H = batch_slot.layer->facts.hidden_size;
   uint32_t routes = 0;
-  *bad = lane.bad[i];
+  *bad = batch_slot.bad[i];
   if (config.device) {
-    const uint32_t* v = lane.memory.verdicts + 2 * row;
+    const uint32_t* v = batch_slot.memory.verdicts + 2 * row;
     for (uint32_t t = 0; t < f.tokens; ++t, v += 2) {
       routes += v[0];
       if (v[1] && !bad->any) {
         *bad = {true, (v[1] >> 31) != 0, t, (v[1] & 0x7fffffff) - 1, 0};
-        bad->value = bad_value(f, lane.layer->facts, *bad);
+        bad->value = bad_value(f, batch_slot.layer->facts, *bad);
       }
     }
   } else {
-    routes = lane.routes[i];
+    routes = batch_slot.routes[i];
   }
   if (bad->any) return 0;
-  const bool copied = config.device ? is_output_staged(*item) : !lane.in_place_out;
+  const bool copied = config.device ? is_output_staged(*item) : !batch_slot.in_place_out;
   if (copied)
-    store_floats(reinterpret_cast<void*>(f.out), f.out_dtype, row_of(lane.memory.out, config.device ? staged : row, H, config),
+    store_floats(reinterpret_cast<void*>(f.out), f.out_dtype, row_of(batch_slot.memory.out, config.device ? staged : row, H, config),
                  config.compute_dtype, f.tokens, H);
   return routes;
 }

@@ -10,7 +10,7 @@
 
 namespace expertd {
 
-constexpr uint32_t kMostRank = 8;  // expertd.bounds.MAX_RANK
+constexpr uint32_t kMostRank = 8;  // expertd.common.bounds.MAX_RANK
 
 // The field of Tensor.data that is set, by its number in the contract.
 enum Spelling : uint32_t { kNone = 0, kRaw = 3, kFloats = 4, kInts = 5, kSynthetic = 6 };

@@ -30,18 +30,18 @@ constexpr uint64_t kShortDelayNs = 2000000;
 
 }  // namespace
 
-Core::Core(const Config& config) : config_(config), answers_(busy_), lanes_(config.lanes), accounts_(config_) {
+Core::Core(const Config& config) : config_(config), answers_(busy_), batch_slots_(config.batch_slots), accounts_(config_) {
   epoll_ = epoll_create1(EPOLL_CLOEXEC);
   wake_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   watch(wake_);
-  for (uint32_t i = config.lanes; i-- > 0;) {
-    lanes_[i].index = i;
-    free_.push_back(&lanes_[i]);
+  for (uint32_t i = config.batch_slots; i-- > 0;) {
+    batch_slots_[i].index = i;
+    free_.push_back(&batch_slots_[i]);
   }
 }
 
 Core::~Core() {
-  end_door();
+  end_poller();
   close(epoll_);
   close(wake_);
 }
@@ -100,7 +100,7 @@ void Core::went_out(uint64_t ns) {
   accounts_.forecast([&](Forecast& f) { f.went_out(now_ns(), double(ns)); });
 }
 
-// Takes requests that are cancelled or whose deadline has passed out of their lines, so that they hold no room in a full queue: while the core's
+// Takes requests that are cancelled or whose deadline has passed out of their queues, so that they hold no room in a full queue: while the core's
 // thread sleeps or computes a long batch.  Otherwise it cuts a batch soon, which drops them.  False: nothing has changed.
 bool Core::sweep() {
   int before = kComputing;
@@ -110,11 +110,11 @@ bool Core::sweep() {
   const uint64_t now = now_ns();
   bool any = take_inbox();  // cancels are there
   for (Layer* layer : serving_)
-    for (auto& line : layer->lines) {
-      const auto dead = std::stable_partition(line.begin(), line.end(), [&](const Item* i) { return !expired(i->f, now); });
-      for (auto it = dead; it != line.end(); ++it) drop(*it, *layer, now);
-      any |= dead != line.end();
-      line.erase(dead, line.end());
+    for (auto& queue : layer->queues) {
+      const auto dead = std::stable_partition(queue.begin(), queue.end(), [&](const Item* i) { return !expired(i->f, now); });
+      for (auto it = dead; it != queue.end(); ++it) drop(*it, *layer, now);
+      any |= dead != queue.end();
+      queue.erase(dead, queue.end());
     }
   if (any) answers_.flush();
   driver_.store(before);
@@ -203,7 +203,7 @@ bool Core::computing(uint32_t* layer, uint32_t* rows) const {
 
 bool Core::waited_for(uint32_t generation) const {
   return std::any_of(serving_.begin(), serving_.end(), [&](const Layer* l) {
-    return l->facts.generation == generation && (!l->lines[0].empty() || !l->lines[1].empty());
+    return l->facts.generation == generation && (!l->queues[0].empty() || !l->queues[1].empty());
   });
 }
 
@@ -215,7 +215,7 @@ void Core::wake() {
 // ---- the loop --------------------------------------------------------------------------------------------------------
 
 RunCode Core::run(Run* out) {
-  take_door();
+  take_from_poller();
   uint64_t now = now_ns(), idle_since = now, rests_since = now;
   for (;;) {
     bool moved = false;
@@ -263,7 +263,7 @@ RunCode Core::run(Run* out) {
 
 // For Python to compute, or to launch.
 RunCode Core::hand_over(const Run& run) {
-  leave_door(*lanes_[run.lane].layer->work, run.rows, run.top_k);
+  lend_to_poller(*batch_slots_[run.batch_slot].layer->work, run.rows, run.top_k);
   return kRun;
 }
 
@@ -277,7 +277,7 @@ bool Core::waits_for_company(uint64_t now) {
   if (config_.patience <= 0) return false;
   const uint64_t waiting = busy_.now(busy_.requests);
   std::atomic_thread_fence(std::memory_order_acquire);
-  if (incoming_.load(std::memory_order_relaxed)) return true;  // it may count as waiting, and stands in no line yet
+  if (incoming_.load(std::memory_order_relaxed)) return true;  // it may count as waiting, and stands in no queue yet
   if (waiting == 0) return false;
   if (now < patience_.until(config_.patience, waiting)) return waited_ = true;
   if (waited_) patience_.waited(waiting);
@@ -289,9 +289,9 @@ bool Core::waits_for_company(uint64_t now) {
 uint64_t Core::delayed_until(uint64_t now) const {
   uint64_t first = ~uint64_t(0);
   for (const Layer* l : serving_)
-    for (const auto& line : l->lines) {
+    for (const auto& queue : l->queues) {
       uint64_t tokens = 0, top_k = 0;
-      for (const Item* item : line) {
+      for (const Item* item : queue) {
         first = std::min(first, item->f.arrival_ns);
         tokens += item->f.tokens;
         top_k = std::max<uint64_t>(top_k, item->f.top_k);
@@ -353,7 +353,7 @@ void Core::take_bells(const epoll_event* events, int n) {
 
 bool Core::worth_starting(uint64_t now) const {
   if (under_way_.empty()) return true;
-  const Lane* last = under_way_.back();
+  const BatchSlot* last = under_way_.back();
   const double expected = last->layer->work->times.expect(last->rows, last->top_k);
   return expected <= double(now - last->launch_ns + kLeadNs);
 }
@@ -364,7 +364,7 @@ void Core::unqueue(Item* item) {
   item->account = nullptr;
 }
 
-// `item`, which is in no line any more, is not computed.
+// `item`, which is in no queue any more, is not computed.
 void Core::drop(Item* item, const Layer& layer, uint64_t now) {
   const Forward& f = item->f;
   if (item->foreseen_ns && !item->cancelled)
@@ -383,18 +383,18 @@ void Core::drop(Item* item, const Layer& layer, uint64_t now) {
 }
 
 void Core::fail_all(uint32_t reason, const char* text) {
-  take_door();
+  take_from_poller();
   drain();
   while (!under_way_.empty()) fail(pop(), reason, text);
   take_inbox();
   for (Layer* layer : serving_)
-    for (auto& line : layer->lines) {
-      for (Item* item : line) {
+    for (auto& queue : layer->queues) {
+      for (Item* item : queue) {
         unqueue(item);
         busy_.leave(item->f.tokens);
         answers_.refuse(item, reason, 0, "%s", text);
       }
-      line.clear();
+      queue.clear();
     }
   answers_.flush();
   forget_retired();

@@ -148,8 +148,8 @@ struct Measured {
   uint64_t ns;
 };
 
-// Memory of one lane, on the host; where a device reads it, pinned.
-struct LaneMemory {
+// Memory of one batch slot, on the host; where a device reads it, pinned.
+struct BatchSlotMemory {
   uint64_t* table;    // [rows, kWords], for devices; null on a CPU
   uint32_t* verdicts; // [rows, 2], written by the device; null on a CPU
   uint32_t* done;     // one word, written by the device at the end of a batch; null on a CPU
@@ -164,7 +164,7 @@ struct LaneMemory {
 
 // What a core is for.
 struct Config {
-  uint32_t lanes, max_tokens, max_queue_requests;
+  uint32_t batch_slots, max_tokens, max_queue_requests;
   uint32_t streamed_rows;  // from so many rows on copy engines move a batch, beside the kernels of another; 0 = never
   uint64_t max_queue_tokens, max_queue_routes, max_queue_bytes, spin_ns;
   uint64_t brief_ns;  // a CPU's batch that takes no longer may be computed by the thread that brings it; 0 = none
@@ -177,7 +177,7 @@ struct Config {
   uint8_t spare[7];
 };
 
-// A piece of a batch as a CUDA graph, for one lane and up to `rows` rows.
+// A piece of a batch as a CUDA graph, for one batch slot and up to `rows` rows.
 enum Part : uint32_t {
   kWhole = 0,          // collect, experts, deliver, word: when the device is idle
   kExperts = 1,        // the experts alone: while another batch is under way
@@ -190,7 +190,7 @@ enum Part : uint32_t {
 
 // A batch that the owner of the thread has to run (what has no graph).
 struct Run {
-  uint32_t lane, layer, generation;
+  uint32_t batch_slot, layer, generation;
   uint32_t tokens;  // rows that hold something
   uint32_t rows;    // rows to compute
   uint32_t top_k, router_weight_on_input, requests;

@@ -2,10 +2,10 @@
 // out.  No Python between a request and its answer, except where a batch has no graph: then `run` returns to its caller.
 //
 //   inline requests (submit, cancel: any thread) \                                   / outcomes (any thread, eventfd)
-//   sessions in shared memory (Port)              > lines -> cut -> lane -> finish <
+//   sessions in shared memory (Port)              > queues -> cut -> batch slot -> finish <
 //   layers, sessions that come and go (any thread)/                                  \ completions in the region
 //
-// core.cpp has the loop, lanes.cpp the batches, intake.cpp what comes in, door.cpp who looks at that while a CPU computes,
+// core.cpp has the loop, batch_slots.cpp the batches, intake.cpp what comes in, polling.cpp who looks at that while a CPU computes,
 // answers.cpp what goes out, batch.cpp the memory.
 #pragma once
 
@@ -29,8 +29,8 @@
 #include "core.h"
 #include "cuda.h"
 #include "layer.h"
-#include "lines.h"
-#include "port.h"
+#include "queues.h"
+#include "server_side.h"
 
 namespace expertd {
 
@@ -83,14 +83,14 @@ class Core {
   bool computing(uint32_t* layer, uint32_t* rows) const;
 
   // ---- before run, or on its thread
-  void lane(uint32_t index, const LaneMemory& memory) { lanes_[index].memory = memory; }
-  bool device(void* compute, void* in, void* out) { return cuda_.load(compute, in, out, config_.lanes); }
+  void batch_slot(uint32_t index, const BatchSlotMemory& memory) { batch_slots_[index].memory = memory; }
+  bool device(void* compute, void* in, void* out) { return cuda_.load(compute, in, out, config_.batch_slots); }
   // Until there is a batch that has no graph (*out says which), the device is silent for long, or all is over.
   RunCode run(Run* out);
   // The batch that run() returned is computed; text: or failed, and why.
-  void done(uint32_t lane, uint64_t kernel_ns, const char* text);
-  // The batch that run() returned is launched: the device will write the lane's word.
-  void launched(uint32_t lane) { lanes_[lane].launch_ns = shm::now_ns(); }
+  void done(uint32_t batch_slot, uint64_t kernel_ns, const char* text);
+  // The batch that run() returned is launched: the device will write the batch slot's word.
+  void launched(uint32_t batch_slot) { batch_slots_[batch_slot].launch_ns = shm::now_ns(); }
   // Answers everything that waits or is under way with `reason`, and takes nothing more.
   void fail_all(uint32_t reason, const char* text);
   // None of the graphs added so far is launched again.  While no batch is under way.
@@ -141,30 +141,30 @@ class Core {
   void drop(Item* item, const Layer& layer, uint64_t now);
   bool worth_starting(uint64_t now) const;
   Started start(uint64_t now, Run* out);
-  bool call(const Lane& lane, const Run& run);
+  bool call(const BatchSlot& batch_slot, const Run& run);
   bool compute_here(const Forward& f, uint64_t handle, Outcome* at_once);
-  void leave_door(const LayerWork& work, uint32_t rows, uint32_t top_k);
-  void take_door();
-  void keep_door();
-  void end_door();
-  Started start_on_device(Lane* lane, bool alone, Run* out);
-  int launch_whole(Lane* lane);
+  void lend_to_poller(const LayerWork& work, uint32_t rows, uint32_t top_k);
+  void take_from_poller();
+  void run_poller();
+  void end_poller();
+  Started start_on_device(BatchSlot* batch_slot, bool alone, Run* out);
+  int launch_whole(BatchSlot* batch_slot);
   bool sleepy(uint64_t now, uint64_t idle_since) const;
   void rested(uint64_t ns);
-  int launch_parts(Lane* lane, bool streamed);
-  bool over(const Lane& lane) const;
-  Lane* pop();
-  void finish(Lane* lane, uint64_t now);
-  void fail(Lane* lane, uint32_t reason, const char* text);
-  BatchRecord record_of(const Lane& lane) const;
-  void leave(Lane* lane, const BatchRecord& r);
+  int launch_parts(BatchSlot* batch_slot, bool streamed);
+  bool over(const BatchSlot& batch_slot) const;
+  BatchSlot* pop();
+  void finish(BatchSlot* batch_slot, uint64_t now);
+  void fail(BatchSlot* batch_slot, uint32_t reason, const char* text);
+  BatchRecord record_of(const BatchSlot& batch_slot) const;
+  void leave(BatchSlot* batch_slot, const BatchRecord& r);
 
   const Config config_;
   Busy busy_;
   Answers answers_;
-  std::vector<Lane> lanes_;
-  std::vector<Lane*> free_;
-  std::deque<Lane*> under_way_;  // in the order in which they were started
+  std::vector<BatchSlot> batch_slots_;
+  std::vector<BatchSlot*> free_;
+  std::deque<BatchSlot*> under_way_;  // in the order in which they were started
   std::unordered_map<uint32_t, std::unique_ptr<Layer>> layers_;
   std::unordered_map<uint32_t, std::unique_ptr<Layer>> kept_;    // of the version before, for those who ask for it
   std::vector<std::unique_ptr<Layer>> retired_;  // held no more, but requests wait for them or are computed
@@ -177,11 +177,11 @@ class Core {
   Patience patience_;
   // Who may touch what is the core's thread's: it, nobody while it sleeps or computes for long, somebody else meanwhile.
   std::atomic<int> driver_{kOwn};
-  std::mutex door_;  // closing_ and driver_ where they become true and kComputing
+  std::mutex poller_mutex_;  // closing_ and driver_ where they become true and kComputing
   std::condition_variable computing_;
-  std::thread doorman_;
+  std::thread poller_;
   std::atomic<bool> closing_{false};
-  bool left_door_ = false;
+  bool lent_ = false;
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;

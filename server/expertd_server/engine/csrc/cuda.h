@@ -18,10 +18,10 @@ struct Cuda {
   int (*wait)(void* stream, void* event, unsigned flags) = nullptr;
   int (*write)(void* stream, uint64_t word, uint32_t value, unsigned flags) = nullptr;
   void *compute = nullptr, *in = nullptr, *out = nullptr;  // streams
-  std::vector<void*> there, computed;                      // events, by lane: inputs are there; experts are done
+  std::vector<void*> there, computed;                      // events, by batch slot: inputs are there; experts are done
 
   // False: the driver lacks something.
-  bool load(void* compute_stream, void* in_stream, void* out_stream, uint32_t lanes) {
+  bool load(void* compute_stream, void* in_stream, void* out_stream, uint32_t batch_slots) {
     void* driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_GLOBAL);
     if (!driver) return false;
     bool all = true;
@@ -42,7 +42,7 @@ struct Cuda {
     in = in_stream;
     out = out_stream;
     constexpr unsigned kDisableTiming = 2;
-    for (uint32_t i = 0; all && i < lanes; ++i)
+    for (uint32_t i = 0; all && i < batch_slots; ++i)
       for (auto* events : {&there, &computed}) {
         void* event = nullptr;
         all &= create(&event, kDisableTiming) == 0;

@@ -87,7 +87,7 @@ class Slack {
   uint64_t at_ns_ = 0;
 };
 
-// What waits in the lines of a layer, and what its batches take.
+// What waits in the queues of a layer, and what its batches take.
 struct LayerWork {
   BatchTimes times;
   uint64_t top_k = 0;  // of the model; 0 = not known
@@ -119,8 +119,8 @@ class Forecast {
     return found == layers_.end() ? nullptr : &found->second;
   }
 
-  void enter(uint32_t number, uint32_t line, uint64_t tokens, uint64_t routes) { change(number, line, tokens, routes, false); }
-  void leave(uint32_t number, uint32_t line, uint64_t tokens, uint64_t routes) { change(number, line, tokens, routes, true); }
+  void enter(uint32_t number, uint32_t queue, uint64_t tokens, uint64_t routes) { change(number, queue, tokens, routes, false); }
+  void leave(uint32_t number, uint32_t queue, uint64_t tokens, uint64_t routes) { change(number, queue, tokens, routes, true); }
 
   // A batch starts.
   void begin(uint64_t now, const LayerWork& w, uint64_t rows, uint64_t top_k) {
@@ -156,7 +156,7 @@ class Forecast {
   bool fresh(uint64_t now) const { return under_way_ || (seen_ns_ && now - seen_ns_ < kFreshNs); }
 
   // Of a request with a deadline.  own_routes: of its caller that wait; callers: that have something waiting, with him.
-  Foreseen foresee(uint64_t now, uint32_t number, uint32_t line, uint64_t tokens, uint64_t top_k, uint64_t deadline_ns,
+  Foreseen foresee(uint64_t now, uint32_t number, uint32_t queue, uint64_t tokens, uint64_t top_k, uint64_t deadline_ns,
                    uint64_t own_routes, uint64_t callers, uint64_t all_routes) const {
     const auto found = layers_.find(number);
     if (found == layers_.end() || !tokens) return {};
@@ -166,7 +166,7 @@ class Forecast {
     if (!under_way_ && !waiting_) return {alone, fresh(now) ? alone + out - left : 0};
     const uint64_t routes = tokens * top_k;
     const double running = running_ns(now);
-    const double more = std::max(0.0, cost(w, w.tokens[line] + tokens, w.routes[line] + routes) - w.cost_ns[line]);
+    const double more = std::max(0.0, cost(w, w.tokens[queue] + tokens, w.routes[queue] + routes) - w.cost_ns[queue]);
     // In turns: before a caller's last request others had no more than he, and nobody had more than there is.
     const double part = std::min(1.0, double(callers) * double(own_routes + routes) / double(all_routes + routes));
     const double ahead = waiting_ns() * part;
@@ -188,15 +188,15 @@ class Forecast {
     return double(tokens / most) * w.times.expect(most, top_k) + (rest ? w.times.expect(rest, top_k) : 0);
   }
 
-  void change(uint32_t number, uint32_t line, uint64_t tokens, uint64_t routes, bool less) {
+  void change(uint32_t number, uint32_t queue, uint64_t tokens, uint64_t routes, bool less) {
     waiting_ += less ? -1 : 1;
     LayerWork* w = find(number);
     if (!w) return;
-    w->tokens[line] = less ? w->tokens[line] - std::min(tokens, w->tokens[line]) : w->tokens[line] + tokens;
-    w->routes[line] = less ? w->routes[line] - std::min(routes, w->routes[line]) : w->routes[line] + routes;
-    const double now = cost(*w, w->tokens[line], w->routes[line]);
-    backlog_ns_ += now - w->cost_ns[line];
-    w->cost_ns[line] = now;
+    w->tokens[queue] = less ? w->tokens[queue] - std::min(tokens, w->tokens[queue]) : w->tokens[queue] + tokens;
+    w->routes[queue] = less ? w->routes[queue] - std::min(routes, w->routes[queue]) : w->routes[queue] + routes;
+    const double now = cost(*w, w->tokens[queue], w->routes[queue]);
+    backlog_ns_ += now - w->cost_ns[queue];
+    w->cost_ns[queue] = now;
     if (!waiting_) backlog_ns_ = 0;  // and nothing that rounding left of it
   }
 

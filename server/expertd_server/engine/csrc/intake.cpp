@@ -6,7 +6,7 @@
 
 #include "check.h"
 #include "core_class.h"
-#include "peers.h"
+#include "tcp_connections.h"
 
 namespace expertd {
 namespace {
@@ -71,7 +71,7 @@ void Core::enqueue(const Command& c) {
     answers_.refuse(item, not_held(f.layer));  // since it was checked, another layer has its number
   } else {
     item->weights_version = layer->facts.weights_version;
-    if (f.tokens) return layer->lines[f.router_weight_on_input ? 1 : 0].push_back(item);
+    if (f.tokens) return layer->queues[f.router_weight_on_input ? 1 : 0].push_back(item);
     answers_.answer(item, nullptr, 0, 0);
   }
   accounts_.leave(account, f);
@@ -170,8 +170,8 @@ void Core::retire(std::unique_ptr<Layer> layer) {
 void Core::forget_retired() {
   if (retired_.empty()) return;
   const auto used = [&](const std::unique_ptr<Layer>& layer) {
-    return !layer->lines[0].empty() || !layer->lines[1].empty() ||
-           std::any_of(lanes_.begin(), lanes_.end(), [&](const Lane& l) { return l.layer == layer.get(); });
+    return !layer->queues[0].empty() || !layer->queues[1].empty() ||
+           std::any_of(batch_slots_.begin(), batch_slots_.end(), [&](const BatchSlot& l) { return l.layer == layer.get(); });
   };
   const auto unused = std::stable_partition(retired_.begin(), retired_.end(), used);
   retired_.erase(unused, retired_.end());
@@ -188,11 +188,11 @@ void Core::list_serving() {
 template <class Which>
 void Core::take_back(const Which& which) {
   for (Layer* layer : serving_)
-    for (auto& line : layer->lines) {
-      const auto at = std::find_if(line.begin(), line.end(), which);
-      if (at == line.end()) continue;
+    for (auto& queue : layer->queues) {
+      const auto at = std::find_if(queue.begin(), queue.end(), which);
+      if (at == queue.end()) continue;
       Item* item = *at;
-      line.erase(at);
+      queue.erase(at);
       unqueue(item);
       busy_.leave(item->f.tokens);
       answers_.refuse(item, kCancelled, 0, "request: cancelled by its caller");
@@ -215,15 +215,15 @@ void Core::remove_port(uint64_t handle) {
 
 void Core::drop_waiting(const Port* p) {
   for (Layer* layer : serving_)
-    for (auto& line : layer->lines) {
-      const auto gone = std::stable_partition(line.begin(), line.end(), [&](const Item* i) { return i->port != p; });
-      for (auto it = gone; it != line.end(); ++it) {
+    for (auto& queue : layer->queues) {
+      const auto gone = std::stable_partition(queue.begin(), queue.end(), [&](const Item* i) { return i->port != p; });
+      for (auto it = gone; it != queue.end(); ++it) {
         unqueue(*it);
         busy_.leave((*it)->f.tokens);
         --(*it)->port->in_flight;
         answers_.give_back(*it);
       }
-      line.erase(gone, line.end());
+      queue.erase(gone, queue.end());
     }
 }
 
@@ -297,7 +297,7 @@ void Core::accept(Port* p, const shm::Submission& s, bool called) {
   item->foreseen_ns = v.foreseen_ns;
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
-  found->lines[f.router_weight_on_input].push_back(item);
+  found->queues[f.router_weight_on_input].push_back(item);
 }
 
 // With the words of admission.py.

@@ -1,4 +1,4 @@
-// What the core knows of a layer, and one lane's batch.
+// What the core knows of a layer, and one batch slot's batch.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@
 
 #include "core.h"
 #include "gather.h"
-#include "lines.h"
+#include "queues.h"
 
 namespace expertd {
 
@@ -22,7 +22,7 @@ constexpr double kSmoothing = 0.2;
 // CUDA graphs of one kind by the rows that they are for.
 class Graphs {
  public:
-  using Key = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;  // part, lane, top_k, router weight on input or H
+  using Key = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;  // part, batch slot, top_k, router weight on input or H
 
   void add(const Key& key, uint32_t rows, void* exec) { found_[key][rows] = exec; }
   // (rows, exec) of the smallest that holds `rows`; exec null: none.
@@ -45,7 +45,7 @@ class Graphs {
 struct Layer {
   LayerFacts facts{};
   std::vector<int32_t> slots;
-  std::vector<Item*> lines[2];                          // by router_weight_on_input
+  std::vector<Item*> queues[2];                          // by router_weight_on_input
   std::vector<std::pair<uint32_t, uint32_t>> backends;  // (rows up to, 0 = any; the caller's number for it)
   std::vector<std::string> names;                       // of `backends`
   Graphs graphs;
@@ -62,8 +62,8 @@ struct Layer {
   }
 };
 
-struct Lane {
-  LaneMemory memory{};
+struct BatchSlot {
+  BatchSlotMemory memory{};
   std::vector<Item*> items;
   std::vector<Bad> bad;          // by item; of a device's batch what was found on the host
   std::vector<uint32_t> routes;  // on a CPU, by item

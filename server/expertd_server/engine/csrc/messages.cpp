@@ -8,7 +8,7 @@
 
 #include "asked.h"
 #include "core_class.h"
-#include "peers.h"
+#include "tcp_connections.h"
 
 namespace expertd {
 namespace {

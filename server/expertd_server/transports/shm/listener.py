@@ -1,9 +1,9 @@
 """Shared memory: how callers on this host get a region of their own (expertd.shm), which the engine's core then serves
 without a message.
 
-    door.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
+    listener.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
     the client           connects to the endpoint, a Unix socket without a name in any file system, and sends the token
-    the door             looks who that is (the kernel says), takes the token once, makes a region and sends it
+    the listener             looks who that is (the kernel says), takes the token once, makes a region and sends it
     the socket           stays open: bells go through it, and when either side goes, the other sees it
 
 A thread of its own, which sleeps unless somebody comes or goes.  No error and no log names a token, a socket or a
@@ -28,9 +28,9 @@ from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
 from expertd_server.engine.sizes import MOST_POOLS, POOL_BYTES
-from expertd_server.transports.tickets import Tickets, has_share
+from expertd_server.transports.tokens import Tokens, has_share
 
-__all__ = ["GpuDoor", "ShmDoor", "ShmEngine"]
+__all__ = ["GpuListener", "ShmListener", "ShmEngine"]
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ _MOST_PENDING = 256
 """Connections that have not sent their token."""
 
 
-class ShmSessions(Protocol):
-    """See engine.sessions."""
+class ServedConnections(Protocol):
+    """See engine.shm_connections."""
 
     def add(self, region: Region, caller: str, pool: Pool | None = None) -> int: ...
 
@@ -58,10 +58,10 @@ class ShmSessions(Protocol):
 
 
 class ShmEngine(Protocol):
-    """What the door needs of the engine."""
+    """What the listener needs of the engine."""
 
     @property
-    def sessions(self) -> ShmSessions: ...
+    def shm_connections(self) -> ServedConnections: ...
 
     def idle(self) -> bool:
         """Whether everything that was taken is answered."""
@@ -69,7 +69,7 @@ class ShmEngine(Protocol):
 
 
 @dataclass
-class _Guest:
+class _Client:
     """One client's socket.  handle: of its session, 0 before it has one."""
 
     sock: socket.socket
@@ -80,45 +80,45 @@ class _Guest:
     caller: str = ""
 
 
-class _Ticket(NamedTuple):
+class _Token(NamedTuple):
     caller: str
     on_device: bool
 
 
-class GpuDoor:
+class GpuListener:
     """A Listener for connections whose tensors lie on a GPU ("cuda_ipc").  It listens, drains and closes with the
-    ShmDoor that it belongs to."""
+    ShmListener that it belongs to."""
 
     notice = ""
 
-    def __init__(self, door: ShmDoor) -> None:
-        self._door = door
+    def __init__(self, listener: ShmListener) -> None:
+        self._shm = listener
 
     def start(self) -> str:
-        """The ShmDoor listens already."""
+        """The ShmListener listens already."""
         return ""
 
     def open(self) -> None:
-        """See ShmDoor."""
+        """See ShmListener."""
 
     def drain(self, until_s: float) -> bool:
-        """The ShmDoor does."""
+        """The ShmListener does."""
         del until_s
         return True
 
     def close(self) -> None:
-        """The ShmDoor does."""
+        """The ShmListener does."""
 
     def offer(self, caller: str, host: str) -> tuple[str, str, str]:
-        """See ShmDoor."""
-        return self._door.offer(caller, host, on_device=True)
+        """See ShmListener."""
+        return self._shm.offer(caller, host, on_device=True)
 
     def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
-        """See ShmDoor, whose sessions these are, too."""
-        self._door.dismiss(unwelcome)
+        """See ShmListener, whose sessions these are, too."""
+        self._shm.dismiss(unwelcome)
 
 
-class ShmDoor:
+class ShmListener:
     """A Listener.  arena_bytes: of each connection's region; most_bytes: of all together.  pool_bytes: of each
     connection from a GPU, on the server's; most_pools: connections from GPUs."""
 
@@ -138,8 +138,8 @@ class ShmDoor:
         self._pool_bytes, self._most_pools = pool_bytes, most_pools
         self._each = region_bytes(ENTRIES, arena_bytes)
         self._lock = threading.Lock()
-        self._tickets: Tickets[_Ticket] = Tickets()
-        self._guests: dict[int, _Guest] = {}
+        self._tickets: Tokens[_Token] = Tokens()
+        self._guests: dict[int, _Client] = {}
         self._why_not = supported()
         self._draining = self._closing = self._open = False
 
@@ -179,9 +179,9 @@ class ShmDoor:
         return sum(guest.handle != 0 for guest in list(self._guests.values()))
 
     @property
-    def gpu(self) -> GpuDoor | str:
+    def gpu(self) -> GpuListener | str:
         """The way in for tensors on GPUs of this host, or why there is none."""
-        return self._engine.sessions.pool_refusal() or GpuDoor(self)
+        return self._engine.shm_connections.pool_refusal() or GpuListener(self)
 
     def offer(self, caller: str, host: str, *, on_device: bool = False) -> tuple[str, str, str]:
         """(token, endpoint, "") for a caller on `host`, or ("", "", why not)."""
@@ -194,7 +194,7 @@ class ShmDoor:
             why = why or self._no_room(caller, on_device)
             if why:
                 return "", "", why
-            token = self._tickets.issue(_Ticket(caller, on_device))
+            token = self._tickets.issue(_Token(caller, on_device))
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
     def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
@@ -203,7 +203,7 @@ class ShmDoor:
         for guest in list(self._guests.values()):
             if guest.handle and unwelcome(guest.caller):
                 with contextlib.suppress(OSError):  # it goes by itself
-                    guest.sock.shutdown(socket.SHUT_RDWR)  # which the door's thread hears
+                    guest.sock.shutdown(socket.SHUT_RDWR)  # which the listener's thread hears
 
     def close(self) -> None:
         """Ends every session."""
@@ -226,7 +226,7 @@ class ShmDoor:
             return f"the server has {len(taken)} sessions from GPUs, and no memory of its GPU for more"
         return f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
 
-    # ---- the door's thread -------------------------------------------------------------------------------------------
+    # ---- the listener's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:
@@ -249,10 +249,10 @@ class ShmDoor:
                 sock.close()
                 return
             sock.setblocking(False)
-            self._guests[sock.fileno()] = _Guest(sock, time.monotonic() + _HELLO_S)
+            self._guests[sock.fileno()] = _Client(sock, time.monotonic() + _HELLO_S)
             self._poll.register(sock.fileno(), select.POLLIN)
 
-    def _hear(self, guest: _Guest) -> None:
+    def _hear(self, guest: _Client) -> None:
         """Bytes, or the end.  What a client that has its session still sends are bells, which the core reads."""
         if guest.handle:
             self._dismiss(guest)
@@ -269,7 +269,7 @@ class ShmDoor:
         elif len(guest.said) == 2 * _TOKEN_BYTES:
             self._admit(guest)
 
-    def _admit(self, guest: _Guest) -> None:
+    def _admit(self, guest: _Client) -> None:
         ticket = self._take_ticket(guest.said)
         if ticket is None:
             log.warning("shared memory: refused a client with an invalid token")
@@ -281,10 +281,10 @@ class ShmDoor:
             made.append(region)
             region.ring_by(guest.sock)
             if ticket.on_device:
-                pool = self._engine.sessions.pool(self._pool_bytes)
+                pool = self._engine.shm_connections.pool(self._pool_bytes)
                 made.append(pool)
                 guest.on_device = True
-            guest.handle = self._engine.sessions.add(region, ticket.caller, pool)
+            guest.handle = self._engine.shm_connections.add(region, ticket.caller, pool)
             region.send(guest.sock)
             if pool is not None:
                 pool.send(guest.sock)
@@ -296,7 +296,7 @@ class ShmDoor:
                     memory.close()
             self._dismiss(guest)
 
-    def _take_ticket(self, said: bytes) -> _Ticket | None:
+    def _take_ticket(self, said: bytes) -> _Token | None:
         try:
             return self._tickets.take(bytes.fromhex(said.decode("ascii")))
         except ValueError:
@@ -307,11 +307,11 @@ class ShmDoor:
         for guest in [g for g in self._guests.values() if not g.handle and g.until_s < now]:
             self._dismiss(guest)
 
-    def _dismiss(self, guest: _Guest) -> None:
+    def _dismiss(self, guest: _Client) -> None:
         self._poll.unregister(guest.sock.fileno())
         del self._guests[guest.sock.fileno()]
         with contextlib.suppress(OSError):  # it was faster
             guest.sock.shutdown(socket.SHUT_RDWR)  # the region has it, too
         guest.sock.close()
         if guest.handle:
-            self._engine.sessions.remove(guest.handle)
+            self._engine.shm_connections.remove(guest.handle)

@@ -1,5 +1,5 @@
 """TCP, for clients on other hosts ("tcp")."""
 
-from expertd_server.transports.tcp.listener import TcpDoor, TcpEngine
+from expertd_server.transports.tcp.listener import TcpEngine, TcpListener
 
-__all__ = ["TcpDoor", "TcpEngine"]
+__all__ = ["TcpListener", "TcpEngine"]

@@ -1,8 +1,8 @@
 """TCP: how callers on other hosts get a session of frames (expertd.tcp), which the engine's core then serves.
 
-    door.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
+    listener.offer(caller)   a token and an endpoint for a SessionAnswer, or why not
     the client           connects to the endpoint, through TLS where gRPC has it, and sends the token
-    the door             takes the token once, says how long a message may be, gives the socket to the core
+    the listener             takes the token once, says how long a message may be, gives the socket to the core
     the socket           stays open: when either side goes, the other sees it
 
 A thread accepts; each client that is entering has one of its own, for seconds.  No error and no log names a token.
@@ -24,10 +24,10 @@ from typing import Protocol
 from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
 from expertd.tcp.tls import carried
 from expertd_server.config.values import Address
-from expertd_server.engine.peers import PeerBounds
-from expertd_server.transports.tickets import Tickets, has_share
+from expertd_server.engine.tcp_connections import TcpBounds
+from expertd_server.transports.tokens import Tokens, has_share
 
-__all__ = ["TcpDoor", "TcpEngine"]
+__all__ = ["TcpListener", "TcpEngine"]
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ _MOST_ENTERING = 128
 _WILDCARDS = ("0.0.0.0", "::")
 
 
-class Entered(Protocol):
-    """Sessions whose clients were let in: engine.peers.Peers."""
+class ServedConnections(Protocol):
+    """Connections whose clients were let in: engine.tcp_connections.TcpConnections."""
 
     bell: int
 
@@ -56,32 +56,32 @@ class Entered(Protocol):
 
 
 class TcpEngine(Protocol):
-    """What the door needs of the engine."""
+    """What the listener needs of the engine."""
 
     def idle(self) -> bool:
         """Whether everything that was taken is answered."""
         ...
 
-    def open_peers(self, bounds: PeerBounds) -> Entered:
+    def open_tcp_connections(self, bounds: TcpBounds) -> ServedConnections:
         """Serve sessions over TCP; once."""
         ...
 
 
-class TcpDoor:
+class TcpListener:
     """A Listener.  tls: the context of a new connection, None = plain text."""
 
     def __init__(
         self,
         engine: TcpEngine,
         listen: Address,
-        bounds: PeerBounds,
+        bounds: TcpBounds,
         *,
         tls: Callable[[], ssl.SSLContext] | None = None,
         most_sessions: int = 256,
     ) -> None:
         self._engine, self._listen, self._bounds = engine, listen, bounds
         self._tls, self._most = tls, most_sessions
-        self._tickets: Tickets[str] = Tickets()
+        self._tickets: Tokens[str] = Tokens()
         self._lock = threading.Lock()
         self._sessions: dict[int, str] = {}  # their callers, by handle
         self._admitting: list[str] = []  # callers whose token was taken
@@ -98,7 +98,7 @@ class TcpDoor:
         self.address = str(Address(self._listen.host, port))
         host = "" if self._listen.host in _WILDCARDS else self._listen.host
         self._endpoint = str(Endpoint(self._tls is not None, host, port))
-        self._peers = self._engine.open_peers(self._bounds)
+        self._tcp_connections = self._engine.open_tcp_connections(self._bounds)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="expertd-tcp", daemon=True)
         self._thread.start()
@@ -111,7 +111,7 @@ class TcpDoor:
     def drain(self, until_s: float) -> bool:
         """Open no session any more, and end those that are there when everything is answered and read."""
         self._draining = True
-        while not (done := self._engine.idle() and not self._peers.unwritten) and time.monotonic() < until_s:
+        while not (done := self._engine.idle() and not self._tcp_connections.unwritten) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
         self.close()
         return done
@@ -151,7 +151,7 @@ class TcpDoor:
         with self._lock:
             found = [handle for handle, caller in self._sessions.items() if unwelcome(caller)]
         for handle in found:
-            self._peers.remove(handle)
+            self._tcp_connections.remove(handle)
 
     def close(self) -> None:
         """Ends every session."""
@@ -162,30 +162,30 @@ class TcpDoor:
         self._thread.join(10)
         os.close(self._wake)
 
-    # ---- the door's thread -------------------------------------------------------------------------------------------
+    # ---- the listener's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._listener.fileno(), self._wake, self._peers.bell):
+        for fd in (self._listener.fileno(), self._wake, self._tcp_connections.bell):
             poll.register(fd, select.POLLIN)
         while not self._closing:
             for fd, _ in poll.poll():
                 if fd == self._listener.fileno():
                     self._welcome()
-                elif fd == self._peers.bell:
+                elif fd == self._tcp_connections.bell:
                     self._bury()
         self._listener.close()
         with self._lock:
             left = list(self._sessions)
         for handle in left:
-            self._peers.remove(handle)
+            self._tcp_connections.remove(handle)
         until_s = time.monotonic() + _GONE_S
         while self._sessions and time.monotonic() < until_s:
             self._bury()
             time.sleep(_POLL_S)
 
     def _bury(self) -> None:
-        gone = self._peers.gone()
+        gone = self._tcp_connections.gone()
         with self._lock:
             for handle in gone:
                 self._sessions.pop(handle, None)
@@ -237,7 +237,7 @@ class TcpDoor:
             raise
         with self._lock:
             self._admitting.remove(caller)
-            handle = self._peers.add(sock.detach(), caller)
+            handle = self._tcp_connections.add(sock.detach(), caller)
             self._sessions[handle] = caller
         if self._closing:
-            self._peers.remove(handle)
+            self._tcp_connections.remove(handle)

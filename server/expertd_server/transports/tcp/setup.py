@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from expertd_kernels.sources.source import LayerInfo
 from expertd_server.config.serve import ServeConfig
-from expertd_server.engine.peers import PeerBounds
+from expertd_server.engine.tcp_connections import TcpBounds
 from expertd_server.service.service import Service
 from expertd_server.transports.listening import listening
 from expertd_server.transports.security import Security, tls_context
-from expertd_server.transports.tcp.listener import TcpDoor
+from expertd_server.transports.tcp.listener import TcpListener
 
 __all__ = ["tcp_listener"]
 
@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 30
 """Of messages and answers of all connections together, at least."""
 
 
-def tcp_listener(config: ServeConfig, service: Service, infos: Sequence[LayerInfo]) -> TcpDoor | str:
+def tcp_listener(config: ServeConfig, service: Service, infos: Sequence[LayerInfo]) -> TcpListener | str:
     """For clients on any host, with TLS where gRPC has it."""
     del infos
     where = config.tcp_where
@@ -26,8 +26,8 @@ def tcp_listener(config: ServeConfig, service: Service, infos: Sequence[LayerInf
         return f"the server has it off (--tcp {config.tcp}, no --tcp-listen); --tcp-listen HOST:PORT switches it on"
     security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
     most = service.limits.max_message_bytes
-    bounds = PeerBounds(most, max(_MOST_BYTES, 4 * most), config.max_in_flight)
+    bounds = TcpBounds(most, max(_MOST_BYTES, 4 * most), config.max_in_flight)
     with listening("--tcp-listen", where):
-        listener = TcpDoor(service.engine, where, bounds, tls=tls_context(security, service.metrics.reloaded))
+        listener = TcpListener(service.engine, where, bounds, tls=tls_context(security, service.metrics.reloaded))
         listener.start()
     return listener

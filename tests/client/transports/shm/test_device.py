@@ -12,10 +12,10 @@ from waiting import until
 from expertd.errors import ExpertIdOutOfRangeError, UnavailableError
 from expertd_client import ExpertClient
 from expertd_client.requests.e4m3 import quantize
+from expertd_client.transports.shm import connection as shm
 from expertd_client.transports.shm import device as shm_device
-from expertd_client.transports.shm import session as shm
-from expertd_client.transports.shm.session import ShmTransport
-from expertd_server.transports.shm import ShmDoor
+from expertd_client.transports.shm.connection import ShmTransport
+from expertd_server.transports.shm import ShmListener
 
 MISSING = missing()
 pytestmark = [pytest.mark.skipif(bool(MISSING), reason=MISSING or "there"), pytest.mark.timeout(60)]
@@ -75,14 +75,14 @@ def client(gpu):
     engine = summing_engine(Sums(), max_tokens=1024)
     engine.start()
     engine.open()
-    door = ShmDoor(engine, arena_bytes=ARENA)
-    door.start()
-    with ExpertClient(Transport(door.offer, ShmTransport())) as c:
-        c.door = door
+    listener = ShmListener(engine, arena_bytes=ARENA)
+    listener.start()
+    with ExpertClient(Transport(listener.offer, ShmTransport())) as c:
+        c.listener = listener
         assert c.session().transport == "shm"
         yield c
         gpu.done.set()
-    door.close()
+    listener.close()
     engine.stop(10)
 
 
@@ -156,7 +156,7 @@ def test_a_session_that_ends_while_the_device_reads_waits_for_it_and_leaves_noth
     args, want = inputs(8, "torch")
     gpu.done.clear()
     output, connection = client.forward(0, *args).output, way(client)
-    ends = threading.Thread(target=client.close if end == "client" else client.door.close)
+    ends = threading.Thread(target=client.close if end == "client" else client.listener.close)
     ends.start()
     ends.join(0.1)
     assert gpu.registered

@@ -6,7 +6,7 @@ import pytest
 
 from expertctl.bench.faults import command, processes
 from expertctl.bench.faults.failures import Failures
-from expertctl.bench.faults.run import FAULTS, Row
+from expertctl.bench.faults.run import FAULTS, FaultMeasurement
 from expertctl.cli import main
 from expertd.errors import UnavailableError
 
@@ -23,7 +23,7 @@ def asked(monkeypatch):
             failures.happened(f"{fault} begins")
             for _ in range(found["failed"]):
                 failures.failed(0.0, UnavailableError("gone"))
-            yield Row(fault, events, 1234, found["failed"], 56.7, 0.89, 4.5, 6.25), failures
+            yield FaultMeasurement(fault, events, 1234, found["failed"], 56.7, 0.89, 4.5, 6.25), failures
 
     monkeypatch.setattr(command, "run", run)
     return found

@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from expertctl.bench.faults.failures import Failures
-from expertctl.bench.faults.load import Callers
+from expertctl.bench.faults.load import LoadClients
 from expertd.errors import UnavailableError
 from expertd_client.requests.request import Request
 
@@ -50,6 +50,6 @@ class Breaks:
 def test_callers_keep_them():
     x = np.ones((1, 4), np.float32)
     request = Request(0, x, np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
-    with Callers(Breaks(), request, x, 1e-3, 1) as callers:
+    with LoadClients(Breaks(), request, x, 1e-3, 1) as callers:
         callers.wait(5, 20.0)
     assert [failure.why for failure in callers.failures.first] == ["UnavailableError: the third"]

@@ -15,7 +15,7 @@ from expertctl.bench.overload.cost import Cost
 from expertctl.bench.overload.loop import LoopClock
 from expertctl.bench.overload.peak import Peak, Trial, largest
 from expertctl.bench.overload.run import NotMeasured
-from expertctl.bench.overload.tally import Row, Tally
+from expertctl.bench.overload.tally import OverloadMeasurement, OverloadTally
 from expertctl.cli import main
 from expertctl.common.percentiles import Durations
 from expertctl.load.selector import run_precisely
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.timeout(20)
 NOBODY = ((0.5, 0.25), None)
 
 
-def row(tally: Tally, wall_s: float = 2.0) -> Row:
+def row(tally: OverloadTally, wall_s: float = 2.0) -> OverloadMeasurement:
     return tally.row("streams", 2.0, 0.25, Peak(10.0, False), wall_s, *NOBODY)
 
 
-def sent(n: int) -> Tally:
-    tally = Tally()
+def sent(n: int) -> OverloadTally:
+    tally = OverloadTally()
     for i in range(n):
         tally.left(float(i), i + 0.001)
     return tally
@@ -66,7 +66,7 @@ def test_no_other_end_than_a_refusal_with_a_reason_to_try_again_is_a_refusal():
 
 
 def test_nothing_sent():
-    r = row(Tally())
+    r = row(OverloadTally())
     assert (r.goodput_of_peak, r.late_admitted, r.refusal_p99_ms) == (0.0, 0.0, 0.0)
 
 
@@ -232,7 +232,7 @@ def test_a_cost_without_answers_asks_for_more_time(monkeypatch):
 
         close = open
 
-    monkeypatch.setattr(cost, "Callers", Silent)
+    monkeypatch.setattr(cost, "OverloadClients", Silent)
     with pytest.raises(ValueError, match="--seconds: got a piece of 10 ms without an answer, want more"):
         asyncio.run(cost._cost("forecast", [("a", None), ("b", None)], "streams", 1, 0.01, LoopClock()))
 

@@ -14,9 +14,9 @@ import pytest
 
 from expertctl.bench.path import command
 from expertctl.bench.path.bare import EventfdEcho, SocketEcho, bare_server
+from expertctl.bench.path.measurements import STAGES, PathMeasurement, Samples, row_of, stages_us
 from expertctl.bench.path.picture import draw
 from expertctl.bench.path.probe import Probe
-from expertctl.bench.path.rows import STAGES, Row, Samples, row_of, stages_us
 from expertctl.common.echo import echo_server
 from expertctl.pictures.bars import COLOURS
 from expertd.codec import ForwardResponseView, TensorView
@@ -139,7 +139,7 @@ def test_the_wire_is_what_is_left() -> None:
     assert stages_us({"kernel": [5000]}, 4.0)["wire"] == 0
 
 
-def row(p50_us: float = 1000.0, bare_us: float = 500.0) -> Row:
+def row(p50_us: float = 1000.0, bare_us: float = 500.0) -> PathMeasurement:
     ours, bare = Samples(wall_s=2.0), Samples(wall_s=1.0)
     for _ in range(4):
         ours.whole.add(p50_us * 1e-6)
@@ -149,7 +149,7 @@ def row(p50_us: float = 1000.0, bare_us: float = 500.0) -> Row:
 
 
 def test_a_row() -> None:
-    assert row() == Row(
+    assert row() == PathMeasurement(
         "<here>", "inline", "asyncio", 8, 16, 256, 3, 1000.0, 1000.0, 2.0, 250.0, "stream", 500.0, 4.0, row().stages_us
     )
 

@@ -17,8 +17,8 @@ from triton.compiler import ASTSource
 from expertd_kernels.backends import triton as backend
 from expertd_kernels.backends.portable.tiling import Facts, make_plan
 from expertd_kernels.backends.triton_launch import OPTIONS
-from expertd_kernels.builder import problem_of
-from expertd_kernels.problem import Device
+from expertd_kernels.common.problem import Device
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ActivationQuant
 

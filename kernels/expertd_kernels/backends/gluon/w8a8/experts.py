@@ -30,8 +30,8 @@ from expertd_kernels.backends.gluon.w8a8.w8a8 import w8a8
 from expertd_kernels.backends.gluon.w8a8.w8a8_few import w8a8_few
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.scratch import scratch_of, settle_counters
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.scheme import ActivationQuant
 
 # Why it is so: decision 51 in DECISIONS.md.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from expertd_kernels.backends.gluon.shared.measured import numbers
 from expertd_kernels.backends.plan_words import in_words, shown
-from expertd_kernels.sizes import planned
+from expertd_kernels.common.sizes import planned
 
 __all__ = ["GROUP", "TOKENS", "Few8", "Plan8", "Rules8", "Shape8", "rules8"]
 

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from expertd_kernels.backends.gather.rounding import largest_of, to_codes
 from expertd_kernels.backends.gluon.shared.routing import group_few, place
-from expertd_kernels.rows.rounding import largest_of, to_codes
 
 
 @triton.jit

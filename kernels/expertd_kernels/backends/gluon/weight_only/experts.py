@@ -30,8 +30,8 @@ from expertd_kernels.backends.gluon.weight_only.wide import wide
 from expertd_kernels.backends.gluon.weight_only.ws import both, ws
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.scratch import COUNTERS, scratch_of, settle_counters
-from expertd_kernels.problem import Problem
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.problem import Problem
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.serial import scheme_from_json
 
 __all__ = ["GluonExperts"]

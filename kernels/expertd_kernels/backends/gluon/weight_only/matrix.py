@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from expertd_kernels.backends.gluon.weight_only.codec import codec_of
 from expertd_kernels.backends.gluon.weight_only.constants import Gemm, Tile
 from expertd_kernels.backends.gluon.weight_only.packed_matrix import TILE, round_up
-from expertd_kernels.protocol import Packed
+from expertd_kernels.common.protocol import Packed
 from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.serial import activation_from_json, scheme_from_json
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from expertd_kernels.backends.gluon.weight_only import packing
 from expertd_kernels.backends.gluon.weight_only.codec import Codec, codec_of
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.refused import Refused
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, pack_nibbles, unpack_nibbles
 from expertd_kernels.weights.scheme import WHOLE, Element, Scheme
 from expertd_kernels.weights.serial import matrix_to_json, scheme_from_json

@@ -13,7 +13,7 @@ from pathlib import Path
 from expertd_kernels.backends.gluon.weight_only.codec import Codec
 from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 from expertd_kernels.backends.gluon.weight_only.rules import Rules, rules_of
-from expertd_kernels.sizes import CAPTURED_TOKENS, planned
+from expertd_kernels.common.sizes import CAPTURED_TOKENS, planned
 
 __all__ = ["Plans", "heuristic", "one_plan"]
 

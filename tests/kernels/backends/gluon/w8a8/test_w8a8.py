@@ -14,8 +14,8 @@ from expertd_kernels.backends.gluon.shared.gpu import Gpu
 from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8, Shape8
 from expertd_kernels.backends.rounding import round_groups
 from expertd_kernels.backends.scratch import scratch_of
+from expertd_kernels.common.protocol import takes_e4m3
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.protocol import takes_e4m3
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.float32 import apply_activation
 from expertd_kernels.weights.scheme import Element, ScaleType

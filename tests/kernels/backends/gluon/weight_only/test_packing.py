@@ -7,9 +7,9 @@ import torch
 from expertd_kernels import Activation, Scheme
 from expertd_kernels.backends import gluon_sm90
 from expertd_kernels.backends.gluon.weight_only.codec import codec_of
-from expertd_kernels.builder import problem_of
-from expertd_kernels.problem import NAMED_DEVICES
-from expertd_kernels.refused import Refused
+from expertd_kernels.common.problem import NAMED_DEVICES
+from expertd_kernels.common.refused import Refused
+from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.canonical import QuantTensor, Weights
 from expertd_kernels.weights.scheme import ScaleType

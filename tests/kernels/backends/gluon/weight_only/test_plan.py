@@ -10,7 +10,7 @@ from expertd_kernels.backends.gluon.weight_only import planning
 from expertd_kernels.backends.gluon.weight_only.codec import Codec, codec_of
 from expertd_kernels.backends.gluon.weight_only.plan import LayerPlan, TilePlan
 from expertd_kernels.backends.gluon.weight_only.planning import Plans, heuristic
-from expertd_kernels.sizes import planned
+from expertd_kernels.common.sizes import planned
 from expertd_kernels.weights.scheme import Scheme
 
 SHARED_BYTES = 232448

@@ -1,0 +1,1 @@
+"""What every folder uses: the problem, the protocol of backends, refusals, sizes, files."""

@@ -1,0 +1,1 @@
+"""What every package uses: bounds, dtypes, ranges, tables, trace contexts, the allocator."""

@@ -1,0 +1,49 @@
+"""What a server's options say of its messages and of who may call it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from expertd_kernels.sources.source import LayerInfo
+from expertd_server.boot.assignment import WrongOptionError
+from expertd_server.config.serve import ServeConfig
+from expertd_server.transports.grpc import channelz
+from expertd_server.transports.security import Security
+
+__all__ = ["largest_message", "message_bytes", "security_of"]
+
+_MOST_BYTES = (1 << 31) - 1
+"""Of a message: protobuf's and gRPC's own limit."""
+
+
+def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
+    """What a request of max_tokens tokens needs with everything in its widest dtype, headers included."""
+    widest = max(4 * i.hidden_size + 12 * i.top_k for i in infos)
+    return max_tokens * widest + (64 << 10)
+
+
+def largest_message(config: ServeConfig, infos: Sequence[LayerInfo]) -> int:
+    """Bytes of the largest that is taken."""
+    return config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
+
+
+def security_of(config: ServeConfig) -> Security:
+    """Who may call gRPC, and what it serves beside expertd.v1.  Raises BootError."""
+    return Security(
+        config.tls_cert,
+        config.tls_key,
+        config.tls_client_ca,
+        config.callers,
+        config.reflection,
+        config.health,
+        config.kserve,
+        _channelz(config),
+    )
+
+
+def _channelz(config: ServeConfig) -> bool:
+    """Whether it is served.  Raises BootError where it is asked for and cannot be."""
+    how, why_not = config.channelz, channelz.missing()
+    if how == "on" and why_not:
+        raise WrongOptionError(f"--channelz on: {why_not}")
+    return how == "on" or (how == "auto" and config.listen.loopback and not why_not)

@@ -1,0 +1,1 @@
+"""gRPC: expertd.v1, health, reflection, channelz, AdminService and WeightsService."""

@@ -1,0 +1,182 @@
+"""expertd.v1.WeightsService on grpc.aio, beside AdminService: how a server is given new weights.
+
+It changes nothing itself: Updates does, in threads, and no call here keeps the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from expertd.errors import ChangeRefusedError, MalformedMessageError, NotReadyError
+from expertd.v1 import weights_service_pb2 as pb
+from expertd.v1 import weights_service_pb2_grpc as stubs
+from expertd_server.service.access import ADMIN
+from expertd_server.service.response import error_of
+from expertd_server.transports.security import Gate
+from expertd_server.updates.updates import Job, UpdateRequest, Updates
+from expertd_server.updates.versions import version_message
+from expertd_server.views.describe import memory_message
+
+__all__ = ["MOST_MESSAGE_BYTES", "WeightsServicer"]
+
+_T = TypeVar("_T")
+
+MOST_MESSAGE_BYTES = 64 << 20
+"""Of a PutWeightsRequest."""
+_LOOK_S = 0.01
+_MOST_TEXT, _MOST_FOLDER, _LEASE_S, _MOST_LEASE_S = 256, 4096, 60, 3600
+
+
+class WeightsServicer(stubs.WeightsServiceServicer):
+    """fingerprint: of the model that is served; ready: whether the server has loaded what it holds at first; shown:
+    what packed layers take, for Prepare's answer."""
+
+    def __init__(self, updates: Updates, fingerprint: str, gate: Gate, ready: Callable[[], bool]) -> None:
+        self._updates, self._fingerprint, self._gate, self._ready = updates, fingerprint, gate, ready
+
+    async def BeginUpdate(  # noqa: N802 - gRPC's name
+        self, request: pb.BeginUpdateRequest, context: Any
+    ) -> pb.BeginUpdateResponse:
+        def begin() -> pb.BeginUpdateResponse:
+            asked, updates = self._asked(request), self._updates
+            if request.dry_run:
+                plan = updates.room()
+                return pb.BeginUpdateResponse(
+                    base=updates.version.number, memory=None if plan is None else memory_message(plan)
+                )
+            base = updates.version.number
+            job = updates.begin(asked)
+            return pb.BeginUpdateResponse(
+                version=job.version.number,
+                base=base,
+                layers=job.packing.layers,
+                memory=None if job.memory is None else memory_message(job.memory),
+                waiting_limit_bytes=job.waiting_limit_bytes,
+            )
+
+        return await self._do(begin, context, "BeginUpdate")
+
+    async def PutWeights(  # noqa: N802 - gRPC's name
+        self, request: pb.PutWeightsRequest, context: Any
+    ) -> pb.PutWeightsResponse:
+        def put() -> pb.PutWeightsResponse:
+            job, kept, ignored = self._updates.put(_named(request), request.parts)
+            return pb.PutWeightsResponse(kept_bytes=kept, ignored_bytes=ignored, layers_done=len(job.packing.booted))
+
+        return await self._do(put, context, "PutWeights")
+
+    async def PrepareUpdate(  # noqa: N802 - gRPC's name
+        self, request: pb.PrepareUpdateRequest, context: Any
+    ) -> pb.PrepareUpdateResponse:
+        job = await self._do(lambda: self._updates.seal(_named(request)), context, "PrepareUpdate")
+        while not job.ended.is_set():
+            await asyncio.sleep(_LOOK_S)
+
+        def answer() -> pb.PrepareUpdateResponse:
+            if job.error is not None:
+                raise job.error
+            return self._prepared(job)
+
+        return await self._do(answer, context, "PrepareUpdate")
+
+    async def CommitUpdate(  # noqa: N802 - gRPC's name
+        self, request: pb.CommitUpdateRequest, context: Any
+    ) -> pb.CommitUpdateResponse:
+        def commit() -> pb.CommitUpdateResponse:
+            self._updates.commit(_named(request))
+            return pb.CommitUpdateResponse(version=self._updates.messages()[0])
+
+        return await self._do(commit, context, "CommitUpdate")
+
+    async def AbortUpdate(  # noqa: N802 - gRPC's name
+        self, request: pb.AbortUpdateRequest, context: Any
+    ) -> pb.AbortUpdateResponse:
+        def abort() -> pb.AbortUpdateResponse:
+            self._updates.abort(_named(request))
+            return pb.AbortUpdateResponse()
+
+        return await self._do(abort, context, "AbortUpdate")
+
+    async def GetUpdate(self, request: pb.GetUpdateRequest, context: Any) -> pb.GetUpdateResponse:  # noqa: N802 - gRPC's name
+        return await self._do(self._status, context, "GetUpdate")
+
+    async def RollbackVersion(  # noqa: N802 - gRPC's name
+        self, request: pb.RollbackVersionRequest, context: Any
+    ) -> pb.RollbackVersionResponse:
+        def rollback() -> pb.RollbackVersionResponse:
+            self._updates.rollback(request.version)
+            return pb.RollbackVersionResponse(version=self._updates.messages()[0])
+
+        return await self._do(rollback, context, "RollbackVersion")
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _status(self) -> pb.GetUpdateResponse:
+        updates = self._updates
+        job = updates.job
+        out = pb.GetUpdateResponse(
+            last_error=updates.last_error, versions=updates.messages(), highest_version=updates.highest
+        )
+        if job is not None:
+            received = job.received
+            out.update, out.state, out.version = job.asked.update, job.state, job.version.number
+            out.layers, out.layers_done = job.packing.layers, len(job.packing.booted)
+            if received is not None:
+                out.kept_bytes, out.waiting_bytes = received.kept_bytes, received.waiting_bytes
+        return out
+
+    def _prepared(self, job: Job) -> pb.PrepareUpdateResponse:
+        message = version_message(job.version, job.packing.booted, serving=False)
+        return pb.PrepareUpdateResponse(version=message, layers=job.packing.layers, packing_s=job.packing.packing_s)
+
+    def _asked(self, request: pb.BeginUpdateRequest) -> UpdateRequest:
+        """Raises what refuses it."""
+        if not request.dry_run:
+            _named(request)
+        if len(request.label) > _MOST_TEXT:
+            got = f"{len(request.label)} characters"
+            raise MalformedMessageError.about("BeginUpdateRequest.label", got=got, want=f"at most {_MOST_TEXT}")
+        if len(request.checkpoint) > _MOST_FOLDER or not request.checkpoint.isprintable():
+            got = f"{len(request.checkpoint)} characters"
+            want = f"a path of at most {_MOST_FOLDER} without control characters"
+            raise MalformedMessageError.about("BeginUpdateRequest.checkpoint", got=got, want=want)
+        if request.lease_s > _MOST_LEASE_S:
+            raise MalformedMessageError.about("lease_s", got=request.lease_s, want=f"at most {_MOST_LEASE_S}")
+        if request.fingerprint and request.fingerprint != self._fingerprint:
+            raise ChangeRefusedError.about(
+                "fingerprint",
+                got=request.fingerprint,
+                want=f"{self._fingerprint}, of the model that this server serves",
+            )
+        return UpdateRequest(
+            request.update,
+            request.version,
+            request.label,
+            request.base,
+            request.checkpoint,
+            float(request.lease_s or _LEASE_S),
+            request.delta,
+        )
+
+    async def _do(self, work: Callable[[], _T], context: Any, what: str) -> _T:
+        """work() in a thread, for those who may."""
+        try:
+            self._gate.admit(context, ADMIN)
+            if not self._ready():
+                raise NotReadyError("server: it loads and checks its weights; wait until its health is SERVING")
+            return await asyncio.to_thread(work)
+        except Exception as e:
+            error = error_of(e, what)
+            await context.abort(error.code.grpc, error.message, error.to_trailing_metadata())
+            raise
+
+
+def _named(request: Any) -> str:
+    """Which update a request means.  Raises MalformedMessageError."""
+    name: str = request.update
+    if not 0 < len(name) <= _MOST_TEXT:
+        what = f"{type(request).__name__}.update"
+        raise MalformedMessageError.about(what, got=f"{len(name)} characters", want=f"1 to {_MOST_TEXT}")
+    return name

@@ -1,0 +1,1 @@
+"""The KServe endpoint: layers as models of the Open Inference Protocol, on gRPC."""
