@@ -1,5 +1,5 @@
 """RemoteExperts in CUDA graphs of a caller on another GPU of the server's host: torch.cuda.graph, and torch.compile
-with mode="reduce-overhead".  tests/client/device/test_way.py has the session's life without a GPU."""
+with mode="reduce-overhead".  tests/client/device/test_transport.py has the session's life without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        command = ["-m", "expertd_server.cli", "serve", "--synthetic", MODEL, "--device", SERVERS]
+        command = ["-m", "expertd_server.commands.cli", "serve", "--synthetic", MODEL, "--device", SERVERS]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, *command, "--listen", self.address], stdout=out, stderr=subprocess.STDOUT

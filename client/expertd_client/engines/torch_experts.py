@@ -212,7 +212,7 @@ class RemoteExperts(torch.nn.Module):
             remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
         )
 
-    def _refuse_capture(self, x: Tensor, way: DeviceWay | None) -> None:
+    def _refuse_capture(self, x: Tensor, way: DeviceTransport | None) -> None:
         """What goes through this process cannot be in a CUDA graph."""
         if _gpu_of(x) is None or not torch.cuda.is_current_stream_capturing():
             return
