@@ -14,7 +14,6 @@ kernel's number of threads.  Several hosts live side by side, each with its own 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import expertd
 from expertd.common.tables import print_sentence
 from expertd.errors import TABLE
 from expertd_kernels.common.problem import Device
@@ -359,7 +359,7 @@ class Host:
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
-            version=importlib.metadata.version("expertd"),
+            version=expertd.__version__,
             family=source.family,
             fingerprint=source.fingerprint,
             hidden_size=infos[0].hidden_size,
