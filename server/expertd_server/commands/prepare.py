@@ -1,4 +1,5 @@
-"""expertd prepare: the kernels that a start would compile, in Triton's cache before it; needs no GPU and no weights."""
+"""expertd prepare: the kernels that a start would compile, in Triton's cache before it; needs no GPU and no weights.
+For a backend of FlashInfer its MoE module instead, which no start builds."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def add_parser(subparsers: Any) -> None:
         help="compile the kernels that a start would compile",
         description="Compiles the Triton kernels that expertd serve with the same options would compile, in parallel,"
         " into Triton's cache (TRITON_CACHE_DIR): for an image, or a volume that servers share.  Reads headers, no"
-        " weights.  A later start under the same version, packages and path of the cache finds them.",
+        " weights.  A later start under the same version, packages and path of the cache finds them.  With --backend"
+        " flashinfer_cutlass or flashinfer_trtllm it builds FlashInfer's MoE module instead (nvcc, ninja, a C++ compiler; a"
+        " quarter of an hour or more).",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
@@ -42,6 +45,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from expertd_kernels.backends.flashinfer_build import MODULES
     from expertd_kernels.compiling.ahead import CompileAhead, usable_processes
     from expertd_kernels.compiling.marks import cache_folder
     from expertd_kernels.oracle.probe import installed_packages
@@ -52,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = resolve(args)
         device, gpu = _gpu(config.device)
+        if config.backend in MODULES:
+            return _build(config.backend, device)
         assignments = assign_layers(config, open_source(config), device, installed_packages(BACKENDS))
     except (ConfigError, BootError) as e:
         print(f"expertd prepare: {e}", file=sys.stderr)
@@ -70,6 +76,20 @@ def run(args: argparse.Namespace) -> int:
     ahead.close()
     print(f"{outcome}; in {cache_folder()}, for {gpu.name}")
     return 1 if outcome.faults else 0
+
+
+def _build(backend: str, device: Device) -> int:
+    """FlashInfer's module for a GPU of that kind; the exit code."""
+    from expertd_kernels.backends.flashinfer_build import build_module
+
+    assert device.capability is not None, "an NVIDIA GPU has one"
+    try:
+        library = build_module(backend, device.capability)
+    except Exception as e:  # of the package, of its build, of a GPU that it has no module for
+        print(f"expertd prepare: {type(e).__name__}: {e}", file=sys.stderr)
+        return 2 if isinstance(e, ValueError) else 1
+    print(f"{backend}: {library}")
+    return 0
 
 
 def _gpu(name: str) -> tuple[Device, Nvidia]:
