@@ -33,8 +33,8 @@ def add_parser(subparsers: Any) -> None:
         description="Compiles the Triton kernels that expertd serve with the same options would compile, in parallel,"
         " into Triton's cache (TRITON_CACHE_DIR): for an image, or a volume that servers share.  Reads headers, no"
         " weights.  A later start under the same version, packages and path of the cache finds them.  With --backend"
-        " flashinfer_cutlass or flashinfer_trtllm it builds FlashInfer's MoE module instead (nvcc, ninja, a C++ compiler; a"
-        " quarter of an hour or more).",
+        " flashinfer_cutlass or flashinfer_trtllm it builds FlashInfer's MoE module instead, which takes nvcc, ninja, a"
+        " C++ compiler and a quarter of an hour or more.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
