@@ -64,8 +64,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         "accepts": f"{_dtypes(d.input_dtypes)}; answers in {_dtypes(d.output_dtypes)}",
         "limits": f"{limits.max_tokens} tokens, {limits.max_message_bytes / 2**20:,.1f} MiB a message,"
         f" {limits.max_requests_in_flight} requests in flight on a stream",
-        "transports": ", ".join([*d.transports, INLINE]),
-        "session": "; ".join([session.transport, *(f"not {name}: {why}" for name, why in session.refused.items())]),
+        "transports": ", ".join([*d.transports, "gRPC"]),
+        "session": "; ".join([_name(session.transport), *(f"{name}: {why}" for name, why in session.refused.items())]),
         "load": f"{d.load.queued_requests} requests with {d.load.queued_tokens} tokens wait,"
         f" {d.load.token_ns / 1e3:,.1f} us a token{', draining' if d.load.draining else ''}",
     }
@@ -92,6 +92,10 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         if group[0].verdicts:
             out.print()
             _print_verdicts(out, group)
+
+
+def _name(transport: str) -> str:
+    return "gRPC" if transport == INLINE else transport
 
 
 def _memory(m: pb.Memory) -> str:

@@ -30,7 +30,7 @@ from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.packed.builder import experts_of, pack
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove
-from expertd_kernels.packed.selfcheck import SMALL_BATCHES, SelfCheck, accept, check
+from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
 from expertd_kernels.packed.watched import WatchedExperts
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
@@ -39,6 +39,7 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
+from expertd_server.boot.compiling import KernelsAhead, calls_to_compile, warm_sizes
 from expertd_server.boot.memory import MemoryPlan, settle
 from expertd_server.engine.plain import LAST, compute_stream
 from expertd_server.engine.sizes import sizes_up_to
@@ -66,6 +67,7 @@ class Workshop:
     memory   what the server was found to have room for
     stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
     alone    runs work while nothing else computes on that stream
+    kernels  compiled by other processes meanwhile; None: none are
     route_s  for tests: so much longer for each token of an expert
     seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
              "compile", "check", "store", "map", "warm_up"
@@ -84,6 +86,7 @@ class Workshop:
     memory: MemoryPlan | None = None
     stream: Any = None
     alone: Callable[[Callable[[], Any]], Any] = lambda work: work()
+    kernels: KernelsAhead | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
     reading: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -307,13 +310,15 @@ def _compile(experts: Experts, assignment: Assignment, rows: int, workshop: Work
     """What the check with so many rows and the warm-up would compile one after another, side by side; once for each
     kind of layer."""
     p = assignment.decision.problem
+    if workshop.kernels is not None:
+        with workshop.stage("compile"):
+            workshop.kernels.wait()
     if not isinstance(experts, CompiledExperts) or workshop.device.type == "cpu":
         return
     kind = (type(experts), str(replace(p, packages={})))
     if kind in workshop.compiled:
         return
-    sizes = dict.fromkeys((tokens, p.top_k) for tokens in (*SMALL_BATCHES, rows))
-    sizes |= dict.fromkeys((m, k) for k in (p.top_k, *workshop.routes) for m in _sizes(workshop.max_tokens))
+    sizes = calls_to_compile(rows, p.top_k, workshop.routes, workshop.max_tokens)
     threads = max(1, len(os.sched_getaffinity(0)))
     with workshop.stage("compile"), torch.inference_mode():
         workshop.call(lambda: experts.compile_ahead(sizes, threads, p.router_weight_on_input))
@@ -343,7 +348,7 @@ def warm_up(
     took = []
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
-            for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
+            for tokens in on_cpu if device.type == "cpu" else warm_sizes(workshop.max_tokens):
                 batch = _routed(tokens, routes, p, device)
                 took.append((tokens, routes, workshop.call(functools.partial(_timed, experts, batch))))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
@@ -374,12 +379,6 @@ def _on(device: torch.device, stream: Any) -> contextlib.AbstractContextManager[
     if stream is None:
         return contextlib.nullcontext()
     return cast("contextlib.AbstractContextManager[Any]", getattr(torch, device.type).stream(stream))
-
-
-def _sizes(most: int) -> list[int]:
-    """For batches up to `most`: those that they are padded to, and `most`.  Sizes between them are planned alike
-    (expertd_kernels.common.sizes)."""
-    return sorted({*sizes_up_to(most), most})
 
 
 def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
