@@ -42,7 +42,6 @@ from expertd_server.boot.choice import BackendRejectedError
 from expertd_server.boot.compiling import KernelsAhead, calls_to_compile, warm_sizes
 from expertd_server.boot.memory import MemoryPlan, settle
 from expertd_server.engine.plain import LAST, compute_stream
-from expertd_server.engine.sizes import sizes_up_to
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
