@@ -241,7 +241,7 @@ class NonFiniteWeightsError(InvalidRequestError, code=Code.INVALID_ARGUMENT, rea
 
 
 class NonFiniteHiddenStatesError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="NON_FINITE_HIDDEN_STATES"):
-    """Hidden states hold NaN or infinity, in the dtype that the experts compute in, and the server refuses that."""
+    """Hidden states hold NaN or infinity, in the dtype that the experts compute in, with --nonfinite refuse."""
 
 
 class ExpertIdOutOfRangeError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="EXPERT_ID_OUT_OF_RANGE"):
@@ -348,7 +348,7 @@ class ChangePendingError(ExpertdError, code=Code.ABORTED, reason="CHANGE_PENDING
 
 
 class ChangeUnknownError(ExpertdError, code=Code.NOT_FOUND, reason="CHANGE_UNKNOWN"):
-    """No change of that name is ready: it was never prepared, was let go of, or its time was over."""
+    """No change of that name is ready: it was never prepared, was dropped, or its time was over."""
 
 
 class UnavailableError(ExpertdError, ConnectionError, code=Code.UNAVAILABLE, reason="UNAVAILABLE", retryable=True):

@@ -93,7 +93,7 @@ def test_describe(tiny_server):
     assert facts["model"]["hidden_size"] == 256
     assert (facts["transports"], facts["session"]) == (
         ["shm"],
-        {"transport": "shm", "refused": {"tcp": "not beside shm, which stands before it in the offer"}},
+        {"transport": "shm", "refused": {"tcp": "the client prefers shm"}},
     )
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]
