@@ -74,7 +74,7 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     if d.placement_epoch:
         facts["placement"] = f"epoch {d.placement_epoch}"
     if d.admin_address:
-        facts["admin"] = f"what it holds can be changed at {d.admin_address}"
+        facts["admin"] = f"experts and weights can be changed at {d.admin_address}"
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         grid.add_row(name, Text(value))
@@ -130,7 +130,7 @@ def _how(group: list[pb.Layer]) -> str:
     """What has no column, of layers that are alike."""
     x = group[0]
     cached = ", mapped from the cache" if x.from_cache else ""
-    return f"{x.activation}, activations {_activations(x)}, backend chosen by {x.chosen_by or 'order'}{cached}"
+    return f"{x.activation}, activations {_activations(x)}, backend chosen by --oracle {x.chosen_by or 'order'}{cached}"
 
 
 def _plan(layer: pb.Layer) -> str:

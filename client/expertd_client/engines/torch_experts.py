@@ -69,14 +69,13 @@ class RemoteExperts(torch.nn.Module):
     graphs       whether torch.compile may capture the calls in CUDA graphs; without it graphs are split around them
 
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
-    topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = nobody's: a token that has nothing else
+    topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
                     is not sent and gets zeros
     topk_weights    [..., top_k] f64, f32, f16 or bf16
     returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
 
-    Raises the rows of expertd.errors: BadResponseError where a route was computed by nobody (the servers do not hold
-    that expert), UnsupportedCombinationError where somebody wants gradients, or captures a CUDA graph while the call
-    cannot go from GPU to GPU.
+    Raises the errors of expertd.errors: BadResponseError if no server computed a route (none holds that expert),
+    UnsupportedCombinationError for gradients, or for capture in a CUDA graph while the call cannot go from GPU to GPU.
     """
 
     def __init__(
@@ -102,6 +101,7 @@ class RemoteExperts(torch.nn.Module):
         _MODULES[self._number] = self
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Sends, and waits for the answer."""
         self._refuse_gradients(hidden_states, topk_weights)
         if torch.compiler.is_compiling():
             op = torch.ops.expertd.forward_in_graph if self.graphs else torch.ops.expertd.forward
@@ -134,6 +134,7 @@ class RemoteExperts(torch.nn.Module):
             way.check()
 
     def extra_repr(self) -> str:
+        """What print(module) shows."""
         return f"layer={self.layer}, max_tokens={self.max_tokens}"
 
     def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class Request(_Fields):
     when it is sent.
 
     hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic; or E4m3
-    topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
+    topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = no expert
     topk_weights    [M, top_k] f32, f16 or bf16
     grouped         instead of topk_*: rows sorted by expert, answered row by row
     output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3.
@@ -179,7 +179,7 @@ class Request(_Fields):
 
     def routes(self, keep: Any) -> Request:
         """The request with the routes where `keep` [M, top_k] (booleans, numpy or torch) is true; the others become
-        nobody's, -1.  Its tokens stay, in their order: rows() leaves out those without a route."""
+        -1.  Its tokens stay, in their order: rows() leaves out those without a route."""
         if self.grouped is not None or isinstance(self.topk_ids, Synthetic):
             raise UnsupportedCombinationError(
                 f"{self!r}: got {'grouped rows' if self.grouped is not None else 'Synthetic'}, want topk_ids with"

@@ -128,7 +128,7 @@ class Updater:
         held = {a: [v.number for v in versions] for a, versions in self.versions().items()}
         wanted = number or next((v[1] for v in held.values() if len(v) > 1), 0)
         lacks = {
-            a: ChangeUnknownError(f"{a}: got versions {v}, want {wanted or 'one before'} among them")
+            a: ChangeUnknownError(f"{a}: got versions {v}, want {wanted or 'one before the served one'} among them")
             for a, v in held.items()
             if not wanted or wanted not in v
         }
