@@ -8,13 +8,13 @@ names.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import ModuleType
 
+import expertd
 from expertd.common.command_line import Parser
 from expertd.common.hostmem import tune_allocator
 from expertd.errors import ExpertdError, PlacementError
@@ -78,7 +78,7 @@ def parser_of(whole: Collection[str]) -> tuple[Parser, dict[str, ModuleType]]:
     """The parser, with the arguments of the commands in `whole`, and their modules; others are names alone, so that
     nothing is imported for them."""
     parser = Parser(prog="expertctl", description="Inspects, calls, loads and manages expertd servers.")
-    parser.add_argument("--version", action="version", version=f"expertctl {importlib.metadata.version('expertd')}")
+    parser.add_argument("--version", action="version", version=f"expertctl {expertd.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     modules = {}
     for name, text in COMMANDS.items():

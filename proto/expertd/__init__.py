@@ -1,9 +1,9 @@
 """The contract of expertd: messages, wire codec, error table, placement.  Needs grpcio and protobuf, nothing else.
 
-expertd.v1          the generated classes of expertd.v1
-expertd.codec        bytes <-> values for the messages with tensors, without copies
-expertd.errors      every error that crosses the wire, one class a row
-expertd.placement   which server holds which experts
+expertd.v1                 the generated classes of expertd.v1
+expertd.codec              bytes <-> values for the messages with tensors, without copies
+expertd.errors             every error that crosses the wire, one class a row
+expertd.placement          which server holds which experts
 expertd.common.dtypes      the words for element types, "bf16", and their numbers in the contract
 expertd.common.ranges      sets of numbers as people write them, "0-3,7"
 expertd.common.hostmem     the C allocator, tuned for large messages
@@ -26,9 +26,12 @@ _MODULES = {"ExpertdError": "errors", "Placement": "placement"}
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("expertd")
+        try:
+            return version("expertd")
+        except PackageNotFoundError:  # a checkout that is only on the path
+            return "0+checkout"
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -268,7 +268,7 @@ class UpdateFailedError(ExpertdError, code=Code.FAILED_PRECONDITION, reason="UPD
 
 
 class TooManyTokensError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="TOO_MANY_TOKENS"):
-    """M is above the server's limit, which Describe tells, or the routes are more than so many tokens have."""
+    """M is above the server's limit, which Describe shows, or the routes are more than so many tokens have."""
 
 
 class MessageTooLargeError(InvalidRequestError, code=Code.RESOURCE_EXHAUSTED, reason="MESSAGE_TOO_LARGE"):
@@ -320,7 +320,7 @@ class DeadlineExceededError(ExpertdError, TimeoutError, code=Code.DEADLINE_EXCEE
 
 
 class RequestCancelledError(ExpertdError, code=Code.CANCELLED, reason="CANCELLED"):
-    """The caller took the request back."""
+    """The client cancelled the request."""
 
 
 class NotReadyError(ExpertdError, code=Code.UNAVAILABLE, reason="NOT_READY", retryable=True):
@@ -348,7 +348,7 @@ class ChangePendingError(ExpertdError, code=Code.ABORTED, reason="CHANGE_PENDING
 
 
 class ChangeUnknownError(ExpertdError, code=Code.NOT_FOUND, reason="CHANGE_UNKNOWN"):
-    """No change of that name is ready: it was never prepared, was let go of, or its time was over."""
+    """No change of that name is ready: it was never prepared, was aborted, or has expired."""
 
 
 class UnavailableError(ExpertdError, ConnectionError, code=Code.UNAVAILABLE, reason="UNAVAILABLE", retryable=True):
@@ -364,11 +364,11 @@ class BadResponseError(ExpertdError, code=Code.INTERNAL, reason="BAD_RESPONSE"):
 
 
 class UnauthenticatedError(ExpertdError, PermissionError, code=Code.UNAUTHENTICATED, reason="UNAUTHENTICATED"):
-    """The server asks who is calling, and got no token or certificate that it knows."""
+    """The server needs a token or certificate, and got none that it knows."""
 
 
 class PermissionDeniedError(ExpertdError, PermissionError, code=Code.PERMISSION_DENIED, reason="PERMISSION_DENIED"):
-    """The server knows the caller, who has no right to do this."""
+    """The server knows the client, who has no right to do this."""
 
 
 class PlacementError(ExpertdError, ValueError, code=Code.FAILED_PRECONDITION, reason="BAD_PLACEMENT"):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+import expertd
 from expertd.common.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.common.protocol import Direct
@@ -99,7 +99,7 @@ def serving(
 
 def _described(hidden_size: int, limits: Limits, num_experts: int, held: range) -> pb.DescribeResponse:
     return pb.DescribeResponse(
-        version=importlib.metadata.version("expertd"),
+        version=expertd.__version__,
         model=pb.Model(family="echo", hidden_size=hidden_size),
         layers=[
             pb.Layer(

@@ -14,6 +14,7 @@ MOST_ENTRIES = dict.fromkeys(
     ("proto/expertd", "kernels/expertd_kernels", "server/expertd_server", "client/expertd_client", "client/expertctl"),
     12,
 )
+MOST_MODULES = 40
 
 
 def modules_of(statement):
@@ -23,8 +24,13 @@ def modules_of(statement):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_importing_the_library_loads_few_modules():
+def test_importing_the_library_loads_one_module():
     assert modules_of("import expertd_client") == ["expertd_client"]
+
+
+def test_importing_the_client_loads_few_modules():
+    loaded = modules_of("from expertd_client import ExpertClient")
+    assert len(loaded) <= MOST_MODULES, loaded
 
 
 def test_a_client_of_one_server_loads_neither_the_cluster_nor_tools():

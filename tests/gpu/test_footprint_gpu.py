@@ -8,6 +8,8 @@ import torch
 from expertd_kernels import ActivationQuant, NoBackendError, Scheme, build, decide, detect_device, problem_of
 from expertd_kernels.backends.footprint import footprint
 from expertd_kernels.backends.scratch import held_bytes, reserve, scratch_of
+from expertd_kernels.oracle.probe import packages_for
+from expertd_kernels.oracle.table import BACKENDS
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import ScaleType
 
@@ -34,7 +36,8 @@ def test_a_layer_holds_its_packed_weights_and_shares_the_reserved_scratch(row, s
     device = detect_device("auto")
     cuda = torch.device("cuda" if device.kind == "cuda" else "cpu")
     weights = random_weights(scheme, E, H, I, signed_scales=True, device=cuda)
-    problem = problem_of(weights, device, top_k=k, activation_quant=rounding)
+    packages = packages_for(device, BACKENDS)
+    problem = problem_of(weights, device, top_k=k, activation_quant=rounding, packages=packages)
     try:
         decision = decide(problem, pin=row)
         decision.require()

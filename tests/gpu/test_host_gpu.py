@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import threading
 import time
 
@@ -13,7 +12,6 @@ from expertd_kernels import detect_device, reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 
 try:
-    importlib.metadata.version("expertd")
     from expertd.errors import LayerNotHeldError
     from expertd_client import ExpertClient
     from expertd_server.boot.assignment import open_source

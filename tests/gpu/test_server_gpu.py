@@ -3,7 +3,6 @@ cache, a drain, and a kernel that takes the device down.  tests/load/device_serv
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import signal
@@ -21,7 +20,6 @@ from expertd_kernels import detect_device, reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 
 try:
-    importlib.metadata.version("expertd")
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

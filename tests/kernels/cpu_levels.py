@@ -95,7 +95,7 @@ def ran(reports: Iterable[Any]) -> dict[str, str]:
     found: dict[str, str] = {}
     for report in reports:
         if getattr(report, "when", "") == "call" and getattr(report, "outcome", "") != "skipped":
-            found |= {level: way for name, (level, way) in report.user_properties if name == RAN}
+            found |= dict(value for name, value in report.user_properties if name == RAN)
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from expertd_kernels.backends import gluon_sm90, gluon_w8a8
 from expertd_kernels.backends.gluon.shared.gpu import Gpu
 from expertd_kernels.bench.cuda import shape_of
 from expertd_kernels.common.problem import Device
-from expertd_kernels.common.protocol import Packed
+from expertd_kernels.compiling.empty import grown
 from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -131,15 +130,6 @@ def dry_gpu() -> Iterator[list[Launch]]:
         JITFunction.run, driver._active = run, active
 
 
-def _grown(packed: Packed, experts: int) -> Packed:
-    """The packed layer of one expert as one of many, without values."""
-    meta = json.loads(json.dumps(packed.meta))
-    for name in ("w13", "w2"):
-        meta[name]["shape"][0] = experts
-    tensors = {name: torch.empty((experts, *t.shape[1:]), dtype=t.dtype) for name, t in packed.tensors.items()}
-    return replace(packed, tensors=tensors, meta=meta)
-
-
 def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.NONE) -> Any:
     """A layer of the model (see bench.cuda.shape_of) on the GPU that is not there; its memory is never touched."""
     s = shape_of(model)
@@ -149,11 +139,11 @@ def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.N
     if rounding is ActivationQuant.NONE:
         from expertd_kernels.backends.gluon.weight_only.experts import GluonExperts
 
-        packed = _grown(gluon_sm90.pack(weights, problem), s.num_experts)
+        packed = grown(gluon_sm90.pack(weights, problem), s.num_experts)
         return GluonExperts(packed, replace(problem, num_experts=s.num_experts, top_k=s.top_k), gpu=H200)
     from expertd_kernels.backends.gluon.w8a8.experts import W8A8Experts
 
-    packed = _grown(gluon_w8a8.pack(weights, problem), s.num_experts)
+    packed = grown(gluon_w8a8.pack(weights, problem), s.num_experts)
     return W8A8Experts(packed, replace(problem, num_experts=s.num_experts, top_k=s.top_k), gpu=H200)
 
 

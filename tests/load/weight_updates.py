@@ -211,10 +211,10 @@ class Publisher:
         return path if path.exists() else trained.saved(path, trained.step(number))
 
     def publish(self, between: Any = lambda step: None) -> float:
-        """The next one, from this process."""
-        took = published(self.updater, self.number + 1, between)
+        """The next one, from this process.  One that fails has its number all the same: a server may have served it for
+        a moment, and takes no version of it any more."""
         self.number += 1
-        return took
+        return published(self.updater, self.number, between)
 
 
 def quantile(seconds: list[float], q: float) -> float:
@@ -258,7 +258,7 @@ def table(args: argparse.Namespace, callers: Callers, publisher: Publisher) -> l
 def soak(args: argparse.Namespace, callers: Callers, publisher: Publisher, servers: list[Server]) -> list[str]:
     """One update after another, with kills; what is wrong."""
     rng, faults, rss = random.Random(args.seed), [], []
-    kills = refused = 0
+    kills, refused, why = 0, 0, ""
     begin = time.perf_counter()
     end = begin + 60 * args.minutes
 
@@ -270,17 +270,21 @@ def soak(args: argparse.Namespace, callers: Callers, publisher: Publisher, serve
             victim.kill()
             victim.again()
 
-    while publisher.number - 1 < args.soak and time.perf_counter() < end:
+    done = 0
+    while done < args.soak and time.perf_counter() < end:
         try:
             publisher.publish(between)
-        except (UpdateFailedError, ExpertdError):
+        except (UpdateFailedError, ExpertdError) as error:
             refused += 1
+            why = str(error)
             continue
+        done += 1
         served = {versions[0].number for versions in publisher.updater.versions().values()}
         if served != {publisher.number}:
             faults.append(f"version {publisher.number} was committed, and {served} are served")
         rss.append(max(s.rss_mib() for s in servers))
-    done = publisher.number - 1
+    if why:
+        print(f"the last one that was refused: {why}")
     tenth = max(1, len(rss) // 10)
     growth = statistics.median(rss[-tenth:]) - statistics.median(rss[tenth : 2 * tenth] or rss[:tenth])
     print(

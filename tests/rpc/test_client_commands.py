@@ -67,9 +67,9 @@ def test_load_like_a_model_that_generates(tiny_server):
         assert r["slowest"]["layer"] in (0, 1)
     assert rows[0]["layer_us"]["p50"] < rows[1]["layer_us"]["p50"], "shared memory is faster"
     table = expertctl(*words)
-    assert "one caller, 2 tokens, 2 layers in turn, 5 steps" in table
-    assert re.search(r"shm +│ +\d.*inline │ +\d", table, re.S), table
-    assert "inline" in expertctl(*words, "--unary")
+    assert "one client, 2 tokens, 2 layers in turn, 5 steps" in table
+    assert re.search(r"shared memory +│ +\d.*gRPC stream +│ +\d", table, re.S), table
+    assert "gRPC stream" in expertctl(*words, "--unary")
     assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
 
 
@@ -83,7 +83,7 @@ def test_describe(tiny_server):
     table = expertctl("describe", tiny_server)
     assert re.search(r"0-1\s+│\s+0-7\s+│\s+8 │\s+2 │\s+128 │\s+int4_g128", table), table
     assert "H 256" in table
-    assert re.search(r"transports +shm, inline\s+session +shm\b", table), table
+    assert re.search(r"transports +shm, gRPC\s+session +shm\b", table), table
     assert "verdict" not in table
     assert re.search(r"memory +weights 0\.\d\d, .*GiB as planned; [\d.]+ GiB free", table), table
     decisions = expertctl("describe", tiny_server, "--decisions")
@@ -93,7 +93,7 @@ def test_describe(tiny_server):
     assert facts["model"]["hidden_size"] == 256
     assert (facts["transports"], facts["session"]) == (
         ["shm"],
-        {"transport": "shm", "refused": {"tcp": "not beside shm, which stands before it in the offer"}},
+        {"transport": "shm", "refused": {"tcp": "not used, because the client prefers shm"}},
     )
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]

@@ -53,7 +53,7 @@ def ask(address, calls, end_s, deadline_s, ended):
 
 
 def test_calls_with_no_time_left_leave_no_trace(host, caplog):
-    """Without left.py about one call in a thousand leaves a trace: one that ends in the moment of its answer."""
+    """Without disconnects.py about one call in a thousand leaves a trace: one that ends in the moment of its answer."""
     caplog.set_level(logging.INFO)
     with grpc.insecure_channel(host.address) as channel:
         admin = stubs.ExpertServiceStub(channel).Describe(pb.DescribeRequest()).admin_address

@@ -47,7 +47,10 @@ def on_a_terminal(*words, module="expertctl.cli"):
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        (["describe", "A"], ["experts held", "int4_g128", "silu_and_mul, activations none, backend chosen by order"]),
+        (
+            ["describe", "A"],
+            ["experts held", "int4_g128", "silu_and_mul, activations none, backend chosen by --oracle order"],
+        ),
         (["describe", "A", "--decisions"], ["error"]),
         (["forward", "A"], ["crc32"]),
         (["load", "A", "--requests", "50"], ["p99.9"]),

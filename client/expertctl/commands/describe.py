@@ -64,8 +64,8 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         "accepts": f"{_dtypes(d.input_dtypes)}; answers in {_dtypes(d.output_dtypes)}",
         "limits": f"{limits.max_tokens} tokens, {limits.max_message_bytes / 2**20:,.1f} MiB a message,"
         f" {limits.max_requests_in_flight} requests in flight on a stream",
-        "transports": ", ".join([*d.transports, INLINE]),
-        "session": "; ".join([session.transport, *(f"not {name}: {why}" for name, why in session.refused.items())]),
+        "transports": ", ".join([*d.transports, "gRPC"]),
+        "session": "; ".join([_name(session.transport), *(f"{name}: {why}" for name, why in session.refused.items())]),
         "load": f"{d.load.queued_requests} requests with {d.load.queued_tokens} tokens wait,"
         f" {d.load.token_ns / 1e3:,.1f} us a token{', draining' if d.load.draining else ''}",
     }
@@ -74,7 +74,7 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     if d.placement_epoch:
         facts["placement"] = f"epoch {d.placement_epoch}"
     if d.admin_address:
-        facts["admin"] = f"what it holds can be changed at {d.admin_address}"
+        facts["admin"] = f"experts and weights can be changed at {d.admin_address}"
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         grid.add_row(name, Text(value))
@@ -97,6 +97,10 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
         if group[0].verdicts:
             out.print()
             _print_verdicts(out, group)
+
+
+def _name(transport: str) -> str:
+    return "gRPC" if transport == INLINE else transport
 
 
 def _memory(m: pb.Memory) -> str:
@@ -147,7 +151,7 @@ def _how(group: list[pb.Layer]) -> str:
     """What has no column, of layers that are alike."""
     x = group[0]
     cached = ", mapped from the cache" if x.from_cache else ""
-    return f"{x.activation}, activations {_activations(x)}, backend chosen by {x.chosen_by or 'order'}{cached}"
+    return f"{x.activation}, activations {_activations(x)}, backend chosen by --oracle {x.chosen_by or 'order'}{cached}"
 
 
 def _plan(layer: pb.Layer) -> str:

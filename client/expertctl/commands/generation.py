@@ -13,6 +13,7 @@ from rich.table import Table
 from expertctl.commands.options import checked_wire_dtype, credentials, popularity
 from expertctl.common.workload import layer_shapes, requests
 from expertctl.load.generation import Generation, generate
+from expertctl.load.show import transport_text
 from expertd.common.tables import console, duration, print_table
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE
@@ -74,7 +75,7 @@ def _us(summary: dict[str, Any]) -> dict[str, float]:
 def _show(args: argparse.Namespace, found: list[Generation]) -> None:
     layers = found[0].layer.count // found[0].step.count
     table = Table(
-        title=f"one caller, {args.m} tokens, {layers} layers in turn, {args.generate} steps",
+        title=f"one client, {args.m} tokens, {layers} layers in turn, {args.generate} steps",
         title_justify="left",
         show_edge=False,
         pad_edge=False,
@@ -83,5 +84,5 @@ def _show(args: argparse.Namespace, found: list[Generation]) -> None:
         table.add_column(name, justify="right" if name else "left")
     for g in found:
         times = (g.layer.p50_s, g.layer.p99_s, g.step.p50_s, g.step.p99_s, g.kernel_s)
-        table.add_row(g.transport, *map(duration, times), f"{g.slowest[0]}: {duration(g.slowest[1])}")
+        table.add_row(transport_text(g.transport), *map(duration, times), f"{g.slowest[0]}: {duration(g.slowest[1])}")
     print_table(console(), table)

@@ -23,7 +23,9 @@ def add_parser(subparsers: Any, text: str) -> None:
     )
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder, on the servers' machines")
-    parser.add_argument("--version", type=at_least(1), default=0, metavar="N", help="its number (the next one)")
+    parser.add_argument(
+        "--version", type=at_least(1), default=0, metavar="N", help="number of the new version (default: the next one)"
+    )
     parser.add_argument("--label", default="", metavar="TEXT", help="for people, shown by expertctl versions")
     parser.add_argument(
         "--delta",

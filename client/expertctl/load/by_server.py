@@ -19,7 +19,7 @@ class ServerAnswers:
     parts     of calls, that it answered; a call has one for each server that computes something of it
     tokens    of these parts: a token counts at each server that has a route of it
     routes    computed there
-    helped    parts for which another server was asked, too: it was late, or failed
+    helped    sub-requests for which another server was asked, too: the first was late, or failed
     latency   from the begin of the call to the answer of the part
     backends  parts by kernel
     """

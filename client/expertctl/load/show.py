@@ -242,7 +242,7 @@ def _table_of_trials(found: Found) -> Table:
     for name in ("requests/s", "sent", "late", found.slo.text.split(" ")[0], "met"):
         table.add_column(name, justify="right")
     for t in found.trials:
-        met = "sent too late" if t.behind else "yes" if t.keeps(found.slo) else "no"
+        met = "generator late" if t.behind else "yes" if t.keeps(found.slo) else "no"
         table.add_row(f"{t.rate:,.1f}", f"{t.sent:,}", f"{t.late:,}", duration(t.quantile_s), met)
     return table
 

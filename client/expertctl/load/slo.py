@@ -75,7 +75,13 @@ class Found:
 
     def sentence(self) -> str:
         if self.rate is None:
-            return f"no rate meets {self.slo.text}: it was not met at {self.trials[-1].rate:,.1f} requests/s"
+            last = self.trials[-1]
+            if last.behind:
+                return (
+                    f"no answer to {self.slo.text}: the load generator sent too late even at"
+                    f" {last.rate:,.1f} requests/s; give it a CPU core of its own, or allow a longer latency"
+                )
+            return f"no rate meets {self.slo.text}: it was not met at {last.rate:,.1f} requests/s"
         spread = [t.quantile_s * 1e3 for t in self.repeats]
         text = (
             f"{self.slo.text} is met up to {self.rate:,.1f} requests/s: {self.share:.2%} of"

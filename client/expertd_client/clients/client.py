@@ -16,28 +16,25 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from expertd.errors import ExpertdError
-from expertd.shm.layout import ENTRIES
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.clients.slot import Slot
 from expertd_client.clients.turns import Turns
-from expertd_client.exchange.exchange import Exchange
-from expertd_client.exchange.session import Session, unanswered
-from expertd_client.requests.deadline import Deadline, ThreadAlarm, deadline_in
+from expertd_client.requests.deadline import Deadline, deadline_in
 from expertd_client.requests.e4m3 import asked_for, taken
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.requests.retry import NEVER, Retry, pause_s
 from expertd_client.requests.tensors import wire_dtype
 from expertd_client.tracing import TracedCall, recorder
-from expertd_client.transports.credentials import Credentials
-from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.protocol import Transport
-from expertd_client.transports.table import blocking_transports
 
 if TYPE_CHECKING:
     from expertd_client.device.session import DeviceSession
     from expertd_client.device.transport import DeviceTransport
+    from expertd_client.exchange.exchange import Exchange
+    from expertd_client.exchange.session import Session
+    from expertd_client.transports.credentials import Credentials
 
 __all__ = ["ExpertClient", "ForwardFuture"]
 
@@ -111,17 +108,9 @@ class ExpertClient(Forwarder):
         credentials: Credentials | None = None,
         wire_dtype: str | None = None,
     ) -> None:
-        self._transport: Transport = (
-            GrpcTransport(
-                server,
-                unary=unary,
-                credentials=credentials,
-                offers=blocking_transports(server, credentials),
-            )
-            if isinstance(server, str)
-            else server
-        )
-        self._exchange = Exchange(self._transport, ThreadAlarm)
+        from expertd_client.clients.connect import ENTRIES, connect
+
+        self._transport, self._exchange = connect(server, unary, credentials)
         self._timeout_s = timeout_s
         self._retry = retry
         self._device_transports: dict[int, DeviceTransport] = {}
@@ -150,7 +139,7 @@ class ExpertClient(Forwarder):
         deadline = deadline_in(self._timeout_s if timeout_s is None else timeout_s)
         for attempt in itertools.count(1):
             try:
-                return self._once(self._as_it_travels(request, deadline), deadline)
+                return self._once(self._as_it_travels(request, deadline) if self._quantizes else request, deadline)
             except ExpertdError as error:
                 pause = pause_s(self._retry, error, attempt, None if deadline is None else deadline.left_s())
                 if pause is None:
@@ -180,6 +169,8 @@ class ExpertClient(Forwarder):
         try:
             return answer.result(timeout_s)
         except FutureTimeoutError:
+            from expertd_client.exchange.session import unanswered
+
             raise unanswered(self.target, timeout_s) from None
 
     def device_session(

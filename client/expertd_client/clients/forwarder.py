@@ -62,12 +62,12 @@ class Forwarder(Protocol):
         """The routed experts of one layer for one batch of M tokens.
 
         hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic
-        topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
+        topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = no expert
         topk_weights    [M, top_k] f32, f16 or bf16
         timeout_s       for all of it, here and at the server; None = as this forwarder was made
-        options         grouped, output_dtype, digest, traceparent, router_weight_on_input: see Request
+        options         grouped, output_dtype, digest, traceparent, router_weight_on_input, weights_version: see Request
 
-        Raises the rows of expertd.errors.
+        Raises the errors of expertd.errors.
         """
         request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
         return self.forward_request(request, timeout_s=timeout_s)

@@ -68,13 +68,13 @@ class ExpertCluster(Forwarder):
     servers         addresses, a Placement, or a source (expertd_client.cluster.sources)
     timeout_s       of a forward that names none; None = no limit
     max_in_flight   calls under way at once; one more waits, inside its own timeout
-    on_missing      what becomes of calls for experts that nobody can serve
+    on_missing      what happens to a call for experts that no server has
     f32_sums        partial sums travel in float32 also where the answer is f16 or bf16: twice the bytes, less rounding
-    policy          when parts are sent twice, and again
+    policy          when sub-requests are hedged and retried
     credentials     TLS and a token; None = plain text
     wire_dtype      "e4m3": hidden states are quantized before they are sent (requests/e4m3.py) where all servers
                     take that; None = they travel as they are given
-    transport       the way to the server at an address, instead of gRPC with shared memory where it can be had
+    transport       makes the transport to an address; None = gRPC, or a faster one where both sides allow it
 
     source_error    why the source could not be read last time, "" = it could: what it said before stays in force
     """

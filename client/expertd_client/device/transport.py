@@ -32,6 +32,9 @@ class DeviceTransport:
 
     Nothing waits on the host, so nothing counts the routes that a server computed: layers of which it does not hold
     every expert travel as others do.  A call that is refused later answers NaN, and the next one raises its error.
+
+    Calls may be captured in a CUDA graph once a session is open.  A graph keeps the session that it was captured with:
+    when the server ends, its replays answer NaN and check() raises; capture again to use the next session.
     """
 
     def __init__(self, open_session: Callable[[], DeviceSession], describe: Callable[[], pb.DescribeResponse]) -> None:
@@ -39,6 +42,7 @@ class DeviceTransport:
         self._lock = threading.Lock()
         self._session: DeviceSession | None = None
         self._side: Any = None
+        self._captured: list[DeviceSession] = []
         self._whole: frozenset[int] = frozenset()
         self._max_tokens = 0
         self._not_before_s = 0.0
@@ -48,9 +52,11 @@ class DeviceTransport:
     def forward(
         self, layer: int, x: Tensor, ids: Tensor, weights: Tensor, timeout_s: float | None = None
     ) -> Tensor | None:
-        """[M, H] in the order of the current stream: see DeviceSession.forward.  None: it must travel another way."""
+        """[M, H] in the order of the current stream: see DeviceSession.forward.  None: it must travel another way.
+        UnavailableError where a capture meets a session that is lost."""
         with self._lock:
-            session = self._ready(layer)
+            capturing = torch.cuda.is_current_stream_capturing()
+            session = self._ready(layer, capturing)
             rows = 0 if session is None else self._rows(session, x, ids, weights)
             if session is None or not rows:
                 return None
@@ -62,8 +68,12 @@ class DeviceTransport:
                     tensors = (_aligned(t[piece]) for t in (x, ids, weights))
                     session.forward(layer, *tensors, out=out[piece], timeout_s=timeout_s)
             except UnavailableError as e:
+                if capturing:  # closing a session waits for the GPU, which a capture forbids
+                    raise
                 self._lose(e)
                 return None
+            if capturing and session not in self._captured:
+                self._captured.append(session)
             if over is not None:
                 over()
             return out
@@ -93,15 +103,25 @@ class DeviceTransport:
 
         return wait
 
-    def close(self) -> None:
+    def check(self) -> None:
+        """Raises the error of the last capture's session: UnavailableError where its server has ended, or why a call
+        was refused since the last check.  Synchronize first to know of replays that were launched."""
         with self._lock:
-            if self._session is not None:
-                self._session.close()
+            if self._captured:
+                self._captured[-1].check()
+
+    def close(self) -> None:
+        """Graphs that hold calls of this object must not be replayed afterwards."""
+        with self._lock:
+            for session in (*self._captured, self._session):
+                if session is not None:
+                    session.close()
+            self._captured.clear()
             self._session = None
             self._not_before_s, self.reason = float("inf"), "closed"
 
-    def _ready(self, layer: int) -> DeviceSession | None:
-        if self._session is None and time.monotonic() >= self._not_before_s:
+    def _ready(self, layer: int, capturing: bool) -> DeviceSession | None:
+        if self._session is None and not capturing and time.monotonic() >= self._not_before_s:
             try:
                 described = self._describe()
                 self._session = self._open()
@@ -128,7 +148,7 @@ class DeviceTransport:
         self.reason = why.message
         self._not_before_s = time.monotonic() + self._pause_s
         self._pause_s = min(_MOST_S, 2 * self._pause_s)
-        if lost is not None:
+        if lost is not None and lost not in self._captured:  # a graph that is replayed needs its memory
             lost.close()
 
 

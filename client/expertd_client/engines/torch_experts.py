@@ -11,7 +11,11 @@ Tensors on a GPU of the server's host travel from GPU to GPU where that can be h
 and then neither call waits on this process; else they go through its memory.
 
 Both ways work inside torch.compile: each call is one node of the graph (expertd::forward, expertd::start,
-expertd::wait), never taken apart and never captured into a CUDA graph.  There are no gradients.
+expertd::wait), never taken apart.  There are no gradients.
+
+Calls from GPU to GPU can be captured in a CUDA graph, after one call outside of it: by torch.cuda.graph as they are, by
+torch.compile(mode="reduce-overhead") and other compilers with RemoteExperts(..., graphs=True).  A replay cannot raise:
+where the server has ended it answers NaN, and experts.check() raises.
 """
 
 from __future__ import annotations
@@ -62,19 +66,26 @@ class RemoteExperts(torch.nn.Module):
     layer        index of the layer in the model, as the server counts
     max_tokens   of one request; larger batches are cut.  A server's limit stands in Describe; its default is this one
     timeout_s    of each call; None = as the forwarder was made
+    graphs       whether torch.compile may capture the calls in CUDA graphs; without it graphs are split around them
 
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
-    topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = nobody's: a token that has nothing else
+    topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
                     is not sent and gets zeros
     topk_weights    [..., top_k] f64, f32, f16 or bf16
     returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
 
-    Raises the rows of expertd.errors: BadResponseError where a route was computed by nobody (the servers do not hold
-    that expert), UnsupportedCombinationError where somebody wants gradients.
+    Raises the errors of expertd.errors: BadResponseError if no server computed a route (none holds that expert),
+    UnsupportedCombinationError for gradients, or for capture in a CUDA graph while the call cannot go from GPU to GPU.
     """
 
     def __init__(
-        self, forwarder: Forwarder, layer: int, *, max_tokens: int = 4096, timeout_s: float | None = None
+        self,
+        forwarder: Forwarder,
+        layer: int,
+        *,
+        max_tokens: int = 4096,
+        timeout_s: float | None = None,
+        graphs: bool = False,
     ) -> None:
         super().__init__()
         if max_tokens < 1:
@@ -83,15 +94,18 @@ class RemoteExperts(torch.nn.Module):
         self.layer = layer
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
+        self.graphs = graphs
         self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
         self._tickets = itertools.count(1)
         self._number = next(_NUMBERS)
         _MODULES[self._number] = self
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Sends, and waits for the answer."""
         self._refuse_gradients(hidden_states, topk_weights)
         if torch.compiler.is_compiling():
-            answer: Tensor = torch.ops.expertd.forward(hidden_states, topk_ids, topk_weights, self._number)
+            op = torch.ops.expertd.forward_in_graph if self.graphs else torch.ops.expertd.forward
+            answer: Tensor = op(hidden_states, topk_ids, topk_weights, self._number)
             return answer
         return self._forward(hidden_states, topk_ids, topk_weights)
 
@@ -112,7 +126,15 @@ class RemoteExperts(torch.nn.Module):
             return answer
         return self._wait(started.ticket, started.hidden_states)
 
+    def check(self, device: int | None = None) -> None:
+        """Raises what replays of captured calls met: UnavailableError where their server has ended, or why it refused
+        one since the last check.  Synchronize first.  device: index of the callers' GPU; None = the current one."""
+        way = self.forwarder.device_way(torch.cuda.current_device() if device is None else device)
+        if way is not None:
+            way.check()
+
     def extra_repr(self) -> str:
+        """What print(module) shows."""
         return f"layer={self.layer}, max_tokens={self.max_tokens}"
 
     def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -127,6 +149,7 @@ class RemoteExperts(torch.nn.Module):
             out = way.forward(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
             if out is not None:
                 return out.to(hidden_states.dtype).view(hidden_states.shape)
+        self._refuse_capture(hidden_states, way)
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
@@ -148,6 +171,7 @@ class RemoteExperts(torch.nn.Module):
             if fetch is not None:
                 self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
                 return torch.tensor(ticket)
+        self._refuse_capture(hidden_states, way)
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
         self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
@@ -187,6 +211,18 @@ class RemoteExperts(torch.nn.Module):
             got="a module in training" if self.training else "inputs that require gradients",
             want="inference: a server computes no gradients",
             remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
+        )
+
+    def _refuse_capture(self, x: Tensor, way: DeviceTransport | None) -> None:
+        """What goes through this process cannot be in a CUDA graph."""
+        if _gpu_of(x) is None or not torch.cuda.is_current_stream_capturing():
+            return
+        reason = "no session from GPU to GPU" if way is None or not way.reason else way.reason
+        raise UnsupportedCombinationError.about(
+            f"layer {self.layer}: a CUDA graph that is captured",
+            got=reason,
+            want="one server on this host that holds all experts of the layer, on another GPU",
+            remedy="call the module once before the capture, or capture without it",
         )
 
     def _check_shapes(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -277,6 +313,16 @@ def _forward_op(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, m
 
 
 @_forward_op.register_fake
+def _(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return hidden_states.new_empty(hidden_states.shape)
+
+
+@torch.library.custom_op("expertd::forward_in_graph", mutates_args=(), schema=_ARGUMENTS)
+def _forward_in_graph_op(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
+    return _MODULES[module]._forward(hidden_states, topk_ids, topk_weights)
+
+
+@_forward_in_graph_op.register_fake
 def _(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, module: int) -> Tensor:
     return hidden_states.new_empty(hidden_states.shape)
 

@@ -29,7 +29,7 @@ _KNOWN = 4096
 def checked(
     hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any
 ) -> _Checked:
-    """(Request.dtypes; the form of its message, where it has one; whether all three tensors are_few_bytes())."""
+    """(Request.dtypes; the form of its message, where it has one; Request.plain)."""
     if grouped is not None:
         return _check(hidden_states, topk_ids, topk_weights, grouped, output_dtype), None, False
     try:
@@ -47,7 +47,8 @@ def checked(
         if len(_known) >= _KNOWN:
             _known.clear()
         tensors = (hidden_states, topk_ids, topk_weights)
-        plain = all(are_few_bytes(x, number) for x, number in zip(tensors, dtypes[1:], strict=True))
+        few = (are_few_bytes(x, number) for x, number in zip(tensors, dtypes[1:], strict=True))
+        plain = hidden_states.shape[0] > 0 and all(few)
         found = _known[key] = dtypes, form_of(dtypes, *tensors), plain
     return found
 

@@ -63,13 +63,13 @@ class _Fields:
 
     __slots__ = (
         "_form",
-        "_plain",
         "digest",
         "dtypes",
         "grouped",
         "hidden_states",
         "layer",
         "output_dtype",
+        "plain",
         "router_weight_on_input",
         "topk_ids",
         "topk_weights",
@@ -88,7 +88,7 @@ class _Fields:
     weights_version: int
     dtypes: tuple[int, ...]
     _form: RequestForm | None
-    _plain: bool
+    plain: bool
 
 
 class Request(_Fields):
@@ -96,7 +96,7 @@ class Request(_Fields):
     when it is sent.
 
     hidden_states   [M, H] f32, f16 or bf16: numpy, torch on any device, or Synthetic; or E4m3
-    topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = nobody's
+    topk_ids        [M, top_k] i32 or i64, global expert ids, -1 = no expert
     topk_weights    [M, top_k] f32, f16 or bf16
     grouped         instead of topk_*: rows sorted by expert, answered row by row
     output_dtype    "f32", "f16", "bf16", or a numpy or torch dtype; None = that of hidden_states, bf16 for E4m3.
@@ -108,6 +108,8 @@ class Request(_Fields):
     router_weight_on_input   weights multiply the experts' inputs; top_k must be 1
 
     dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
+    plain           whether all three tensors are numpy arrays of few bytes and M > 0: they are copied, without a look
+                    at where they lie
 
     Raises BadDtypeError, BadShapeError and, for a layer that is no number, LayerNotHeldError: what can be seen without
     the server.
@@ -129,7 +131,9 @@ class Request(_Fields):
         traceparent: str = "",
         weights_version: int = 0,
     ) -> Request:
-        if not (hasattr(layer, "__index__") and 0 <= layer < _LAYERS):  # None would travel as layer 0
+        if not (
+            (type(layer) is int or hasattr(layer, "__index__")) and 0 <= layer < _LAYERS
+        ):  # None would travel as layer 0
             raise LayerNotHeldError.about("layer", got=repr(layer), want="a whole number from 0 to 2^32 - 1")
         made = _Fields()
         made.layer = layer
@@ -138,7 +142,7 @@ class Request(_Fields):
         made.router_weight_on_input, made.digest = router_weight_on_input, digest
         made.traceparent = traceparent or current_traceparent()
         made.weights_version = weights_version
-        made.dtypes, made._form, made._plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        made.dtypes, made._form, made.plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
         return _finished(made)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -175,7 +179,7 @@ class Request(_Fields):
 
     def routes(self, keep: Any) -> Request:
         """The request with the routes where `keep` [M, top_k] (booleans, numpy or torch) is true; the others become
-        nobody's, -1.  Its tokens stay, in their order: rows() leaves out those without a route."""
+        -1.  Its tokens stay, in their order: rows() leaves out those without a route."""
         if self.grouped is not None or isinstance(self.topk_ids, Synthetic):
             raise UnsupportedCombinationError(
                 f"{self!r}: got {'grouped rows' if self.grouped is not None else 'Synthetic'}, want topk_ids with"
@@ -216,7 +220,7 @@ class Request(_Fields):
         if form is None or self.digest or self.router_weight_on_input or self.traceparent:
             return encode_stream_request(self.view(request_id, timeout_us, sent_us))
         x, ids, w = self.hidden_states, self.topk_ids, self.topk_weights
-        if self._plain:
+        if self.plain:
             x, ids, w = x.tobytes(), ids.tobytes(), w.tobytes()
         else:
             x, ids, w = map(bytes_of, (x, ids, w), self.dtypes[1:])
@@ -272,7 +276,7 @@ class Request(_Fields):
         part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.weights_version = self.weights_version
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
-        part.grouped, part.dtypes, part._form, part._plain = grouped, dtypes or self.dtypes, None, False
+        part.grouped, part.dtypes, part._form, part.plain = grouped, dtypes or self.dtypes, None, False
         return _finished(part)
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "keep_or",
     "numpy_dtype",
     "on_host",
+    "over_buffer",
     "over_memory",
     "take",
     "to_wire",
@@ -247,7 +248,7 @@ def host_address(x: Any, number: int) -> tuple[int, Any]:
         dtype = x.dtype
         if x.flags.c_contiguous and (dtype is _NUMPY.get(number) or dtype == np.uint8 or dtype == _NUMPY[number]):
             return x.__array_interface__["data"][0], x
-    elif x.device.type == "cpu" and x.is_contiguous():
+    elif x.is_cpu and x.is_contiguous():
         return x.data_ptr(), x
     raw = np.frombuffer(to_wire(x, number).raw, np.uint8)
     return raw.__array_interface__["data"][0], raw
@@ -273,6 +274,17 @@ def over_memory(array: NDArray[np.uint8], number: int, shape: tuple[int, ...], d
     if number == pb.DATA_TYPE_BF16:
         tensor = tensor.view(torch.bfloat16)
     return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def over_buffer(buffer: Any, number: int, shape: tuple[int, ...], device: Any) -> Any:
+    """As over_memory() for numpy and torch's CPU: a view of a writable buffer that is aligned and as large as the
+    tensor."""
+    if number == pb.DATA_TYPE_E4M3:
+        return over_memory(np.frombuffer(buffer, np.uint8), number, shape, device)
+    if device is None:
+        return np.ndarray(shape, _NUMPY[number], buffer)
+    tensor = sys.modules["torch"].from_numpy(np.ndarray(shape, _PLAIN[number], buffer))
+    return tensor.view(torch_dtype(number)) if number == pb.DATA_TYPE_BF16 else tensor
 
 
 def wire_dtype(dtype: Any) -> int:
@@ -323,12 +335,13 @@ def _from_torch(x: Any, number: int) -> TensorView:
     return TensorView.of_raw(number, tuple(x.shape), flat)
 
 
-@lru_cache(maxsize=1)
+@lru_cache
 def torch_dtype(number: int) -> Any:
     """torch's of a DataType; torch has been imported."""
     return getattr(sys.modules["torch"], _TORCH_NAMES[number])
 
 
+@lru_cache(maxsize=1)
 def _by_torch() -> dict[Any, int]:
     torch = sys.modules["torch"]
     return {getattr(torch, name): number for number, name in _TORCH_NAMES.items()}

@@ -32,6 +32,7 @@ __all__ = ["SLICE_S", "CoreConnection", "BlockingConnection", "AsyncConnection",
 
 SLICE_S = 0.1
 """How long a call may keep the interpreter from looking at signals."""
+_SLICE_NS = int(SLICE_S * 1e9)
 _SPINS_WORTH = 4
 """Answers that usually take longer than so many times the spinning are slept for at once."""
 _IDLE_TURN_NS = 40_000
@@ -135,7 +136,10 @@ class CoreConnection:
         with self._lock:
             if not self._over:
                 self._client.release(ticket)
-        self.unuse()
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._close()
 
     def use(self) -> None:
         """Raises ConnectionFullError where the session is over: its memory may be gone."""
@@ -200,7 +204,8 @@ class BlockingConnection(CoreConnection):
             self.unuse()
             raise
         if not answer.refused:
-            found = result(answer, sent, request, self._output(ticket, sent), partial(self._back, ticket))
+            output = self._client.output(ticket, sent.submission)
+            found = result(answer, sent, request, output, partial(self._back, ticket))
             if traced is not None:
                 traced.parts[-1].answered(found.timing)
             return found
@@ -210,9 +215,10 @@ class BlockingConnection(CoreConnection):
     def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
         """The ticket; answer is filled."""
         sent.submission.deadline_ns = end_ns(deadline)
-        ticket = self._guard(
-            lambda wait_ns: self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS), deadline
-        )
+        try:
+            ticket = self._client.call(sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS)
+        except (NoRoomError, SessionEndedError) as e:
+            raise self._ours(e) from None
         if ticket < 0:
             ticket = -ticket
             self._wait(ticket, request.layer, answer, deadline)
@@ -242,13 +248,14 @@ class BlockingConnection(CoreConnection):
 
     def _guard(self, wait: Callable[[int], int], deadline: Deadline | None) -> int:
         """wait(nanoseconds), a slice at most; its exceptions as ours."""
-        wait_s = SLICE_S if deadline is None else min(SLICE_S, deadline.left_s())
         try:
-            return wait(int(wait_s * 1e9))
-        except NoRoomError as e:
-            raise ConnectionFullError(f"{self.what}: {e}") from None
-        except SessionEndedError:
-            raise self.lost() from None
+            return wait(_slice_ns(deadline))
+        except (NoRoomError, SessionEndedError) as e:
+            raise self._ours(e) from None
+
+    def _ours(self, error: NoRoomError | SessionEndedError) -> Exception:
+        """What a client knows it as."""
+        return ConnectionFullError(f"{self.what}: {error}") if isinstance(error, NoRoomError) else self.lost()
 
     # ---- for a cluster's C++, which sends and waits by `session` -----------------------------------------------------
 
@@ -368,3 +375,9 @@ class AsyncConnection(CoreConnection):
 def end_ns(deadline: Deadline | None) -> int:
     """On the monotonic clock of this host; 0: none."""
     return 0 if deadline is None else int(deadline.end_s * 1e9)
+
+
+def _slice_ns(deadline: Deadline | None) -> int:
+    """How long to wait before the interpreter looks at signals, or until the deadline."""
+    left_s = SLICE_S if deadline is None else deadline.end_s - time.monotonic()
+    return _SLICE_NS if left_s >= SLICE_S else max(0, int(left_s * 1e9))

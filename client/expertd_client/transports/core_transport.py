@@ -1,7 +1,7 @@
-"""Channels whose connections are beside.py's: entering takes a while, and is nobody's wait.
+"""Transports whose connections are those of core_connection.py.  Connecting takes a while, and no request waits for it.
 
-BlockingTransport    ExpertClient: a thread enters, and reads for as long as the session lives
-AsyncTransport    AsyncExpertClient: a thread of the event loop's enters
+BlockingTransport   ExpertClient: a thread connects, and reads for as long as the session lives
+AsyncTransport      AsyncExpertClient: a thread of the event loop connects
 """
 
 from __future__ import annotations

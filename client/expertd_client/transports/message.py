@@ -7,6 +7,8 @@ from ctypes import c_uint8
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from expertd.codec import ForwardResponseView, TensorView
 from expertd.common.dtypes import DTYPE_BYTES, scales_of_row, tensor_bytes
 from expertd.common.trace_context import context_of
@@ -14,10 +16,10 @@ from expertd.errors import TABLE, BadResponseError, ExpertdError
 from expertd.shm.layout import FORWARD, ROUTER_WEIGHT_ON_INPUT, Completion, Submission, Tensors
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
-from expertd_client.requests.lent import Lent
+from expertd_client.requests.lent import Lent, lend
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult, require_version
-from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of, host_address, over_memory
+from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of, host_address, over_buffer, over_memory
 
 __all__ = [
     "ALIGN",
@@ -52,7 +54,9 @@ class Sent(NamedTuple):
 
 def sendable(request: Request) -> bool:
     """Whether it has a form here."""
-    if request.digest or request.grouped is not None or request.tokens == 0:
+    if request.plain or request.digest:
+        return not request.digest
+    if request.grouped is not None or request.tokens == 0:
         return False
     return not (
         isinstance(request.hidden_states, Synthetic)
@@ -74,8 +78,14 @@ def message_bytes(request: Request) -> int:
 def head_of(request: Request) -> Submission:
     """The submission but for where its tensors lie."""
     M, H = request.hidden_states.shape
-    s = Submission.from_buffer_copy(_form(request.dtypes, M, H, request.topk_ids.shape[1])[0])
-    s.layer, s.weights_version = request.layer, request.weights_version
+    return _head(request, _form(request.dtypes, M, H, request.topk_ids.shape[1])[0])
+
+
+def _head(request: Request, form: Submission) -> Submission:
+    s = Submission.from_buffer_copy(form)
+    s.layer = request.layer
+    if request.weights_version:
+        s.weights_version = request.weights_version
     if request.traceparent:
         s.trace = (c_uint8 * 24)(*context_of(request.traceparent))
     if request.router_weight_on_input:
@@ -88,7 +98,11 @@ def submission_of(request: Request) -> Sent:
     out_dtype, hidden_dtype, ids_dtype, weights_dtype = request.dtypes
     x, ids, weights = request.hidden_states, request.topk_ids, request.topk_weights
     M, H = x.shape
-    s, t = head_of(request), Tensors.from_buffer_copy(_form(request.dtypes, M, H, ids.shape[1])[1])
+    head, places = _form(request.dtypes, M, H, ids.shape[1])
+    s, t = _head(request, head), Tensors.from_buffer_copy(places)
+    if request.plain:
+        t.hidden, t.ids, t.weights = kept = x.tobytes(), ids.tobytes(), weights.tobytes()
+        return Sent(s, t, kept, out_dtype, (M, H))
     kept_scales = None
     if isinstance(x, E4m3):
         x = x.on_host()
@@ -117,7 +131,7 @@ def _form(dtypes: tuple[int, ...], M: int, H: int, top_k: int) -> tuple[Submissi
 
 def _place(x: Any, number: int) -> tuple[Any, Any]:
     """As host_address(), or twice the bytes of few: a copy of them takes less than numpy's word where they lie."""
-    if are_few_bytes(x, number):
+    if type(x) is np.ndarray and are_few_bytes(x, number):
         few = x.tobytes()
         return few, few
     return host_address(x, number)
@@ -128,23 +142,26 @@ def result(
 ) -> ForwardResult:
     """What the caller gets.  address: of the output; give_back: once, when it is not read any more.  Raises
     BadResponseError where another version of the weights computed it than the request asks for."""
-    try:
-        require_version(answer.weights_version, request)
-    except BadResponseError:
-        give_back()
-        raise
-    lent = Lent.at(address, sent.tensors.out_bytes, give_back)
-    device = device_of(request.hidden_states)
-    output = over_memory(lent.array(), sent.out_dtype, sent.shape, device)
-    if device is not None and device.type != "cpu":  # copied there
+    if request.weights_version:
+        try:
+            require_version(answer.weights_version, request)
+        except BadResponseError:
+            give_back()
+            raise
+    lent: Any = lend(address, sent.tensors.out_bytes, give_back)
+    device = None if request.plain else device_of(request.hidden_states)
+    if device is None or device.type == "cpu":
+        output = over_buffer(lent, sent.out_dtype, sent.shape, device)
+    else:  # copied there
+        output = over_memory(np.frombuffer(lent, np.uint8), sent.out_dtype, sent.shape, device)
         lent.release()
     return result_with(answer, output, lent.release)
 
 
 def result_with(answer: Completion, output: Any, give_back: Callable[[], None] | None = None) -> ForwardResult:
     """What the caller gets, with an output that is his."""
-    timing, load = (lambda: timing_of(answer)), (lambda: load_of(answer))
-    return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back, answer.weights_version)
+    timing, load, version = (lambda: timing_of(answer)), (lambda: load_of(answer)), (lambda: answer.weights_version)
+    return ForwardResult(output, None, answer.routes_computed, timing, load, 0, give_back, version)
 
 
 def response(

@@ -60,6 +60,7 @@ class WeightsServer:
         delta: bool = False,
         lease_s: int = 0,
         dry_run: bool = False,
+        host: str = "",
     ) -> pb.BeginUpdateResponse:
         request = pb.BeginUpdateRequest(
             update=update,
@@ -70,6 +71,7 @@ class WeightsServer:
             delta=delta,
             lease_s=lease_s,
             dry_run=dry_run,
+            host_id=host,
         )
         answer: pb.BeginUpdateResponse = self._call("BeginUpdate", request)
         return answer

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from expertd.errors import BadDtypeError
 from expertd.v1 import weights_service_pb2 as pb
 
-__all__ = ["parts_of", "raw_of"]
+__all__ = ["dtype_of", "parts_of", "raw_of"]
 
 _NUMPY = {
     np.dtype(ml_dtypes.bfloat16): "BF16",
@@ -37,6 +37,14 @@ _TORCH = {
 }
 
 
+def dtype_of(name: str, tensor: Any) -> str:
+    """Of a torch tensor, as safetensors names it.  Raises BadDtypeError."""
+    dtype = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise BadDtypeError.about(name, got=f"dtype {tensor.dtype}", want=", ".join(_TORCH))
+    return dtype
+
+
 def raw_of(name: str, tensor: Any) -> tuple[str, list[int], NDArray[np.uint8]]:
     """(dtype as safetensors names it, shape, bytes [n] u8 in host memory), copied where they do not lie there in order.
     tensor: numpy, or torch on any device; a DTensor is gathered.  Raises BadDtypeError."""
@@ -45,11 +53,8 @@ def raw_of(name: str, tensor: Any) -> tuple[str, list[int], NDArray[np.uint8]]:
         tensor = whole()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
-        dtype = _TORCH.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None:
-            raise BadDtypeError.about(name, got=f"dtype {tensor.dtype}", want=", ".join(_TORCH))
         host = tensor.detach().cpu().contiguous().reshape(-1)
-        return dtype, list(tensor.shape), host.view(torch.uint8).numpy()
+        return dtype_of(name, tensor), list(tensor.shape), host.view(torch.uint8).numpy()
     array = np.asarray(tensor)
     dtype = _NUMPY.get(array.dtype)
     if dtype is None:

@@ -21,9 +21,11 @@ from types import TracebackType
 from typing import Any, TypeVar, cast
 
 from expertd.errors import ChangeUnknownError, ExpertdError, UnavailableError, UpdateFailedError
+from expertd.shm.region import host_id
 from expertd.v1 import expert_service_pb2 as expert_pb
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.transports.credentials import Credentials
+from expertd_client.weights.memory import TrainerSession, on_gpu
 from expertd_client.weights.server import WeightsServer
 from expertd_client.weights.tensors import parts_of, raw_of
 
@@ -36,6 +38,8 @@ BUCKET_BYTES = 16 << 20
 _EXPERT = re.compile(r"layers\.(\d+)\..*?\.experts\.(\d+)\.")
 _UNDER_WAY = 2
 """Messages to one server at once."""
+_MEMORY_SHARE = 64
+"""Bytes in a GPU's memory that are to a message as one that it has: so that layers are made while others are put."""
 
 
 class Updater:
@@ -45,6 +49,8 @@ class Updater:
     hashes         send a SHA-256 of each tensor, which servers check: what was damaged on its way is refused
     timeout_s      of each call to a server; packing takes as long as it takes
     lease_s        seconds without a call after which a server lets go of an update: a trainer that died
+    cuda_ipc       servers of this host read tensors in memory of an NVIDIA GPU where they lie, without hashes; those
+                   may be overwritten when prepare() has returned, not before.  UnavailableError where a server does not
     """
 
     def __init__(
@@ -56,12 +62,13 @@ class Updater:
         hashes: bool = True,
         timeout_s: float = 60.0,
         lease_s: int = 60,
+        cuda_ipc: bool = False,
     ) -> None:
         addresses = [servers] if isinstance(servers, str) else list(servers)
         if not addresses or len(set(addresses)) < len(addresses):
             raise ValueError(f"servers: got {addresses}, want at least one address, each once")
         self.servers = [WeightsServer(address, credentials, timeout_s) for address in addresses]
-        self._bucket_bytes, self._hashes, self._lease_s = bucket_bytes, hashes, lease_s
+        self._bucket_bytes, self._hashes, self._lease_s, self._cuda_ipc = bucket_bytes, hashes, lease_s, cuda_ipc
         self._pool = ThreadPoolExecutor(_UNDER_WAY * len(addresses), "expertd-updater")
 
     def versions(self) -> dict[str, list[expert_pb.WeightVersion]]:
@@ -105,7 +112,10 @@ class Updater:
         update = Update(self, name, number)
         options: dict[str, Any] = {"label": label, "base": base, "checkpoint": checkpoint, "delta": delta}
         try:
-            self.each("begin", lambda s: s.begin(name, number, lease_s=self._lease_s, **options))
+            host = host_id() if self._cuda_ipc and not checkpoint else ""
+            begun = self.each("begin", lambda s: s.begin(name, number, lease_s=self._lease_s, host=host, **options))
+            if host:
+                update.memory = TrainerSession(begun)
             update.held = self.each("describe", lambda s: s.held()) if not checkpoint else {}
         except BaseException:
             update.abort()
@@ -118,7 +128,7 @@ class Updater:
         held = {a: [v.number for v in versions] for a, versions in self.versions().items()}
         wanted = number or next((v[1] for v in held.values() if len(v) > 1), 0)
         lacks = {
-            a: ChangeUnknownError(f"{a}: got versions {v}, want {wanted or 'one before'} among them")
+            a: ChangeUnknownError(f"{a}: got versions {v}, want {wanted or 'one before the served one'} among them")
             for a, v in held.items()
             if not wanted or wanted not in v
         }
@@ -170,12 +180,14 @@ class Update:
     name      of it at the servers; number: of the new version
     held      experts by layer that each server holds: tensors of others are not sent to it
     sent_bytes   of tensors, to all servers
+    memory    where servers read a GPU's memory by themselves; None: they do not
     """
 
     def __init__(self, updater: Updater, name: str, number: int) -> None:
         self.name, self.number = name, number
         self.held: Mapping[str, Mapping[int, frozenset[int]]] = {}
         self.sent_bytes = 0
+        self.memory: TrainerSession | None = None
         self._updater = updater
         self._buckets: dict[str, list[pb.WeightPart]] = {s.address: [] for s in updater.servers}
         self._sizes = dict.fromkeys(self._buckets, 0)
@@ -183,10 +195,15 @@ class Update:
 
     def put(self, name: str, tensor: Any) -> None:
         """A tensor under its name in the checkpoint: torch on any device, or numpy; one that is no expert's is left out
-        by the servers.  It may be overwritten when this returns.  Raises BadDtypeError, and UpdateFailedError where
-        a server refused an earlier tensor."""
+        by the servers.  Without cuda_ipc it may be overwritten when this returns.  Raises BadDtypeError, and
+        UpdateFailedError where a server refused an earlier tensor."""
         takers = [s for s in self._updater.servers if self._takes(s.address, name)]
         if not takers:
+            return
+        if self.memory is not None and on_gpu(tensor):
+            part, nbytes = self.memory.part(name, tensor)
+            for server in takers:
+                self._add(server, part, nbytes // _MEMORY_SHARE)
             return
         digest = hashlib.sha256(raw_of(name, tensor)[2].data).digest() if self._updater._hashes else b""
         for part in parts_of(name, tensor, self._updater._bucket_bytes, digest):
@@ -215,6 +232,7 @@ class Update:
         for server in self._updater.servers:
             self._wait(server.address, 0)
         self._updater.each("prepare", lambda s: s.prepare(self.name))
+        self._close_memory()
 
     def commit(self) -> None:
         """Every server serves the new version.  Where one cannot, those that do are rolled back: no expert is then
@@ -236,6 +254,12 @@ class Update:
             for future in futures:
                 future.cancel()
         self._quietly(lambda s: s.abort(self.name), self._updater.servers)
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
 
     def _commit_on(self, server: WeightsServer) -> None:
         """The answer may be lost, and the version served all the same."""
@@ -263,18 +287,21 @@ class Update:
             return True
         return int(found[2]) in self.held[address].get(int(found[1]), ())
 
-    def _add(self, server: WeightsServer, part: pb.WeightPart) -> None:
-        at = server.address
-        if self._sizes[at] + len(part.data) > self._updater._bucket_bytes:
+    def _add(self, server: WeightsServer, part: pb.WeightPart, size: int = 0) -> None:
+        """size: of a part without bytes, as if it had some."""
+        at, size = server.address, size or len(part.data)
+        if self._sizes[at] + size > self._updater._bucket_bytes:
             self._send(server)
         self._buckets[at].append(part)
-        self._sizes[at] += len(part.data)
+        self._sizes[at] += size
 
     def _send(self, server: WeightsServer) -> None:
         at = server.address
         bucket, self._buckets[at] = self._buckets[at], []
-        self.sent_bytes += self._sizes[at]
+        self.sent_bytes += sum(len(part.data) for part in bucket)
         self._sizes[at] = 0
+        if bucket and self.memory is not None:
+            self.memory.settle()
         if bucket:
             self._wait(at, _UNDER_WAY - 1)
             self._under_way[at].append(self._updater._pool.submit(server.put, self.name, bucket))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from expertd_kernels.common.refused import Refused
-from expertd_kernels.weights.canonical import SCALE_DTYPE
+from expertd_kernels.weights.canonical import SCALE_DTYPE, powers_of_two
 from expertd_kernels.weights.scheme import ScaleType
 
 __all__ = ["as_f32", "as_stored", "refuse_signs"]
@@ -15,7 +15,7 @@ __all__ = ["as_f32", "as_stored", "refuse_signs"]
 
 def as_f32(scales: Tensor, kind: ScaleType) -> Tensor:
     """Stored scales as f32 numbers, exact: an e8m0 byte b is 2 ** (b - 127)."""
-    return torch.exp2(scales.float() - 127.0) if kind is ScaleType.E8M0 else scales.float()
+    return powers_of_two(scales.to(torch.int32) - 127) if kind is ScaleType.E8M0 else scales.float()
 
 
 def as_stored(numbers: Tensor, kind: ScaleType) -> Tensor:

@@ -10,10 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from expertd_kernels.checkpoint.assembly import assemble
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.families import ModelConfig, find_family, unknown_family
 from expertd_kernels.checkpoint.files import read_json, shard_files
+from expertd_kernels.checkpoint.in_memory import load_on
 from expertd_kernels.checkpoint.names import LayerTensors, Naming, family_naming, group_by_layer, template_naming
 from expertd_kernels.checkpoint.quant_config import read_quant_config
 from expertd_kernels.checkpoint.recipe import LayerRecipe, experts_recipe, layer_recipe
@@ -67,7 +70,7 @@ def _open_shards(root: Path, counter: Counter) -> dict[str, Stored]:
 
 
 class Checkpoint:
-    """See source.ExpertSource.  Safe to use from many threads: nothing changes after opening but the counter."""
+    """See source.ExpertSource.  Safe to use from many threads: what changes after opening is replaced at once."""
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Checkpoint:
         self.naming = naming
         self._model = model
         self._facts: dict[int, LayerRecipe] = {}
+        self._last: LayerRecipe | None = None
         depth = model.num_layers()
         self._tensors = {n: tensors[n] for n in sorted(tensors) if not depth or n < depth}
         beyond = sorted(set(tensors) - set(self._tensors))
@@ -122,6 +126,7 @@ class Checkpoint:
             raise KeyError(f"layer {layer}: this checkpoint has experts in layers {_ranges(self.layers)}")
         recipe = layer_recipe(self._model, self.quant, self._tensors[layer])
         self._facts[layer] = replace(recipe, experts=(), pieces=())  # the pieces of all layers would be much memory
+        self._last = recipe
         return recipe
 
     def info(self, layer: int) -> LayerInfo:
@@ -129,6 +134,17 @@ class Checkpoint:
 
     def load(self, layer: int, experts: Sequence[int] | None = None) -> Weights:
         return assemble(self._recipe_of(layer, experts))
+
+    def load_on(self, device: torch.device, layer: int, experts: Sequence[int] | None = None) -> Weights:
+        """load() for `device`.  Of tensors in memory the copies may be under way on the current stream, and whether
+        they are finite was not looked at."""
+        whole = self._last
+        if whole is None or whole.layer != layer:
+            whole = self.recipe(layer)
+        at = {e: i for i, e in enumerate(whole.experts)}
+        held = whole.experts if experts is None else tuple(experts)
+        recipe = replace(whole, experts=held, pieces=tuple(whole.pieces[at[e]] for e in held))
+        return load_on(recipe, device) or assemble(recipe).to(device)
 
     def _recipe_of(self, layer: int, experts: Sequence[int] | None) -> LayerRecipe:
         """The recipe of these experts.  What holds for the whole layer is found once."""

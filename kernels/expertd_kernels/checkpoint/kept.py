@@ -11,6 +11,8 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.errors import CheckpointError
 from expertd_kernels.checkpoint.names import LayerTensors, group_by_layer
@@ -42,7 +44,9 @@ def write_layer(folder: Path, layer: LayerTensors, experts: Collection[int]) -> 
         out.write(len(head).to_bytes(8, "little") + head)
         for t in tensors.values():
             for begin in range(0, t.nbytes, _PIECE):
-                out.write(os.pread(t.shard.fd, min(_PIECE, t.nbytes - begin), t.offset + begin))
+                piece = np.empty(min(_PIECE, t.nbytes - begin), np.uint8)
+                t.shard.fill(piece, t.offset + begin, t.name)
+                out.write(piece.data)
         out.flush()
         os.fsync(out.fileno())
 

@@ -8,8 +8,8 @@ Of a base, tensors may come as differences, and those that do not come stay as t
 called.
 
 A layer is complete when each wanted expert has all of its tensors: either those that `checkpoint` has (the same names
-and dtypes), or unquantized weights of each projection.  Its bytes lie in one anonymous file in memory, which goes with
-the source.
+and dtypes), or unquantized weights of each projection.  Its bytes lie in one anonymous file in memory, or each tensor's
+where `place` puts it, and go with the source.
 """
 
 from __future__ import annotations
@@ -17,59 +17,37 @@ from __future__ import annotations
 import bisect
 import hashlib
 import math
-import os
 import threading
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.delta import applied, require_checksum
 from expertd_kernels.checkpoint.errors import CheckpointError
+from expertd_kernels.checkpoint.in_memory import Bytes, MemoryFile
 from expertd_kernels.checkpoint.kept import filled
 from expertd_kernels.checkpoint.names import LayerTensors, Place, group_by_layer, place_of
-from expertd_kernels.checkpoint.tensors import DTYPES, MAX_RANK, Counter, Shard, Stored
+from expertd_kernels.checkpoint.tensors import DTYPES, MAX_RANK, Stored
 
 __all__ = ["Received"]
 
 FLOATS = ("BF16", "F16", "F32")
 """Dtypes of unquantized weights, which are quantized here where the served weights are."""
-_ALIGNMENT = 64
 _MOST_EXTENT = 1 << 40
 _MOST_NAME = 1024
+_IN_MEMORY = -1
+"""Instead of the sum of bytes that are read where they lie."""
 _LEAST_PART = 4096
 """Bytes of a part that is not the end of its tensor: what is kept of each part costs some 300."""
 
+Room = Callable[[int], Tensor]
+"""[n] u8 on the host for so many bytes.  Raises RuntimeError where there is no memory."""
 _Key = tuple[int, str, str]
 """(expert, projection, suffix); expert -1 = a fused tensor of all experts."""
-
-
-class _Memory(Shard):
-    """The bytes of a layer's tensors in an anonymous file in memory: a shard without a header."""
-
-    def __init__(self, name: str) -> None:
-        self.path, self.counter, self.size = Path(name), Counter(), 0
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
-        self.tensors = {}
-
-    def room(self, nbytes: int) -> int:
-        """Where so many bytes may be written."""
-        at = self.size
-        self.size = -(-(at + nbytes) // _ALIGNMENT) * _ALIGNMENT
-        try:
-            os.ftruncate(self.fd, self.size)
-        except OSError as e:
-            raise CheckpointError(f"{self.path}: got tensors of {self.size} bytes: {e.strerror}") from e
-        return at
-
-    def write(self, data: bytes, offset: int) -> None:
-        view = memoryview(data)
-        while view:
-            done = os.pwrite(self.fd, view, offset)
-            view, offset = view[done:], offset + done
 
 
 @dataclass(eq=False)
@@ -108,7 +86,7 @@ class _Layer:
     """One layer under way.  as_stored, plain: what each way of being complete lacks."""
 
     def __init__(self, number: int, like: LayerTensors, experts: Collection[int]) -> None:
-        self.memory = _Memory(f"layer-{number}")
+        self.memory = MemoryFile(f"layer-{number}")
         self.arriving: dict[str, _Arriving] = {}
         self.like: dict[_Key, Stored] = {}
         for e, found in like.apart.items():
@@ -159,15 +137,21 @@ class Received:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, wanted: Mapping[int, Sequence[int]], base: Checkpoint | None = None
+        self,
+        checkpoint: Checkpoint,
+        wanted: Mapping[int, Sequence[int]],
+        base: Checkpoint | None = None,
+        place: Room | None = None,
     ) -> None:
-        """checkpoint: whose names the tensors have; base: of which differences may come, None = of none."""
+        """checkpoint: whose names the tensors have; base: of which differences may come, None = of none; place: makes
+        room for a tensor's bytes, None = in an anonymous file."""
         self._checkpoint, self._base, self._rest = checkpoint if base is None else base, base, False
+        self._place = place
         self._wanted = {n: tuple(e) for n, e in wanted.items()}
         self._layers: dict[int, _Layer] = {}
         self._ready: list[int] = []
         self._taken: set[int] = set()
-        self._crc: dict[str, int] = {}
+        self._sums: dict[str, int] = {}
         self._lock = threading.Lock()
         self.kept_bytes = self.waiting_bytes = 0
 
@@ -185,12 +169,8 @@ class Received:
         """Some bytes of a tensor, at least _LEAST_PART or its last ones; encoding: of `data` as a difference from the
         base, see delta.py; checksum: of the whole tensor there.  False: it is of no wanted expert.  Raises
         CheckpointError, OSError."""
-        if len(name) > _MOST_NAME:
-            raise CheckpointError(f"a tensor's name: got {len(name)} characters, want at most {_MOST_NAME}")
-        at = place_of(name, self._checkpoint.naming)
-        if at is None or at.layer not in self._wanted:
-            return False
-        if at.expert is not None and at.expert not in self._wanted[at.layer]:
+        at = self._wanted_place(name)
+        if at is None:
             return False
         nbytes = _check_header(name, dtype, tuple(shape))
         if encoding:
@@ -206,6 +186,34 @@ class Received:
         with self._lock:
             self._put(at, name, dtype, tuple(shape), nbytes, offset, data, sha256)
         return True
+
+    def put_memory(self, name: str, dtype: str, shape: Sequence[int], where: Room) -> bool:
+        """A whole tensor that is read where it lies when its layer is taken.  where: gives its bytes, [n] u8 on any
+        device.  False: it is of no wanted expert.  Raises CheckpointError, and what `where` raises."""
+        at = self._wanted_place(name)
+        if at is None:
+            return False
+        nbytes = _check_header(name, dtype, tuple(shape))
+        memory = where(nbytes)
+        if not nbytes or memory.numel() != nbytes:
+            raise CheckpointError(f"{name}: {memory.numel()} bytes, but {dtype} {list(shape)} has {nbytes}")
+        with self._lock:
+            if not self._again(name, 0, _IN_MEMORY):
+                tensor = self._arriving(at, name, dtype, tuple(shape), nbytes, memory)
+                tensor.add(0, nbytes)
+                self._came(at, tensor, 0, nbytes, _IN_MEMORY)
+        return True
+
+    def _wanted_place(self, name: str) -> Place | None:
+        """None: of no wanted expert.  Raises CheckpointError."""
+        if len(name) > _MOST_NAME:
+            raise CheckpointError(f"a tensor's name: got {len(name)} characters, want at most {_MOST_NAME}")
+        at = place_of(name, self._checkpoint.naming)
+        if at is None or at.layer not in self._wanted:
+            return None
+        if at.expert is not None and at.expert not in self._wanted[at.layer]:
+            return None
+        return at
 
     def _whole(
         self, at: Place, name: str, dtype: str, shape: tuple[int, ...], data: bytes, encoding: str, checksum: str
@@ -249,13 +257,28 @@ class Received:
         data: bytes,
         sha256: bytes,
     ) -> None:
-        key = (-1 if at.expert is None else at.expert, at.projection, at.suffix)
-        again = f"{name} {offset}"
-        crc = zlib.crc32(data, len(data))
-        if again in self._crc:
-            if self._crc[again] != crc:
-                raise CheckpointError(f"{name}: was put before with other bytes; want each tensor once in an update")
+        total = _sum_of(data)
+        if self._again(name, offset, total):
             return
+        tensor = self._arriving(at, name, dtype, shape, nbytes)
+        tensor.add(offset, offset + len(data))
+        tensor.sha256 = sha256 or tensor.sha256
+        shard = tensor.stored.shard
+        assert isinstance(shard, (Bytes, MemoryFile))
+        shard.write(data, tensor.stored.offset + offset)
+        self._came(at, tensor, offset, len(data), total)
+
+    def _again(self, name: str, offset: int, total: int) -> bool:
+        """Whether these bytes came before.  Raises CheckpointError where others did."""
+        before = self._sums.get(f"{name} {offset}")
+        if before is not None and before != total:
+            raise CheckpointError(f"{name}: was put before with other bytes; want each tensor once in an update")
+        return before is not None
+
+    def _arriving(
+        self, at: Place, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, memory: Tensor | None = None
+    ) -> _Arriving:
+        """The tensor under way, with room for it.  memory: where it lies already.  Raises CheckpointError."""
         if at.layer in self._taken or at.layer in self._ready:
             raise CheckpointError(
                 f"{name}: layer {at.layer} was complete without it; want each tensor once in an update"
@@ -266,21 +289,36 @@ class Received:
             self._layers[at.layer] = layer
         tensor = layer.arriving.get(name)
         if tensor is None:
-            layer.check(key, name, dtype, shape)
-            stored = Stored(name, dtype, shape, layer.memory, layer.memory.room(nbytes), nbytes)
+            layer.check(_key(at), name, dtype, shape)
+            stored = self._stored_in(layer, name, dtype, shape, nbytes, memory)
             tensor = layer.arriving[name] = _Arriving(stored)
         elif (tensor.stored.dtype, tensor.stored.shape) != (dtype, shape):
             was = f"{tensor.stored.dtype} {list(tensor.stored.shape)}"
             raise CheckpointError(f"{name}: {dtype} {list(shape)}, but its first part was of {was}")
-        tensor.add(offset, offset + len(data))
-        tensor.sha256 = sha256 or tensor.sha256
-        layer.memory.write(data, tensor.stored.offset + offset)
-        self._crc[again] = crc
-        self.kept_bytes += len(data)
-        self.waiting_bytes += len(data)
+        return tensor
+
+    def _stored_in(
+        self, layer: _Layer, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, memory: Tensor | None
+    ) -> Stored:
+        if memory is None and self._place is None:
+            return Stored(name, dtype, shape, layer.memory, layer.memory.room(nbytes), nbytes)
+        if memory is None:
+            assert self._place is not None
+            try:
+                memory = self._place(nbytes)
+            except RuntimeError as e:
+                raise CheckpointError(f"{name}: no memory for {nbytes} bytes: {e}") from e
+        return Stored(name, dtype, shape, Bytes(layer.memory.path, memory, layer.memory.counter), 0, nbytes)
+
+    def _came(self, at: Place, tensor: _Arriving, offset: int, nbytes: int, total: int) -> None:
+        """These bytes of a tensor are there."""
+        self._sums[f"{tensor.stored.name} {offset}"] = total
+        self.kept_bytes += nbytes
+        self.waiting_bytes += nbytes
         if tensor.whole:
             _check_hash(tensor)
-            layer.done(key, dtype)
+            layer = self._layers[at.layer]
+            layer.done(_key(at), tensor.stored.dtype)
             if layer.complete:
                 self._ready.append(at.layer)
 
@@ -341,6 +379,18 @@ class Received:
             return out
 
 
+def _key(at: Place) -> _Key:
+    return -1 if at.expert is None else at.expert, at.projection, at.suffix
+
+
+def _sum_of(data: bytes) -> int:
+    """Tells parts apart that a trainer put by mistake, at the speed of memory: the sum of 64-bit words, and a CRC of
+    the first and of the last bytes."""
+    ends = zlib.crc32(data[:_LEAST_PART]), zlib.crc32(data[-_LEAST_PART:])
+    words = np.frombuffer(data, np.uint64, len(data) // 8)
+    return int(words.sum(dtype=np.uint64)) | ends[0] << 64 | ends[1] << 96
+
+
 def _check_header(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of the tensor.  Raises CheckpointError."""
     known = DTYPES.get(dtype)
@@ -358,7 +408,9 @@ def _check_hash(tensor: _Arriving) -> None:
     digest, stored = hashlib.sha256(), tensor.stored
     step = 1 << 20
     for begin in range(0, stored.nbytes, step):
-        digest.update(os.pread(stored.shard.fd, min(step, stored.nbytes - begin), stored.offset + begin))
+        piece = np.empty(min(step, stored.nbytes - begin), np.uint8)
+        stored.shard.fill(piece, stored.offset + begin, stored.name)
+        digest.update(piece.data)
     if digest.digest() != tensor.sha256:
         raise CheckpointError(
             f"{stored.name}: SHA-256 {digest.hexdigest()[:16]}..., want {tensor.sha256.hex()[:16]}..."

@@ -19,7 +19,8 @@ __all__ = ["CUDA_COMPILER", "FACTS", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM"]
 CUDA_COMPILER = "nvcc"
 """nvcc and a C++ compiler, for packages that compile CUDA sources at first use."""
 FLASHINFER_CUTLASS = "flashinfer-fused-moe"
-"""FlashInfer's CUTLASS MoE module: built before, or nvcc, ninja and a C++ compiler to build it."""
+"""FlashInfer's CUTLASS MoE module, built before: FlashInfer would build it in the first call, which then takes a
+quarter of an hour or more."""
 FLASHINFER_TRTLLM = "flashinfer-trtllm-moe"
 """FlashInfer's TRTLLM MoE module, likewise, and the kernels that FlashInfer fetches from NVIDIA's server."""
 
@@ -49,32 +50,32 @@ def _flashinfer_cache() -> Path:
     return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
 
 
-def _flashinfer_built(prefix: str) -> bool:
-    """Whether a module of that name was built into the package, brought by flashinfer-jit-cache, or compiled before."""
+def _flashinfer_built(pattern: str) -> bool:
+    """Whether such a module was built into the package, brought by flashinfer-jit-cache, or compiled before."""
     if find_spec("flashinfer_jit_cache") is not None:
         return True
     spec = find_spec("flashinfer")
     roots = [Path(p) / "data" / "aot" for p in (spec.submodule_search_locations or () if spec else ())]
-    patterns = [*((root, f"{prefix}*/*.so") for root in roots), (_flashinfer_cache(), f"**/{prefix}*/*.so")]
+    patterns = [*((root, f"{pattern}/*.so") for root in roots), (_flashinfer_cache(), f"**/{pattern}/*.so")]
     return any(next(iter(root.glob(pattern)), None) for root, pattern in patterns if root.is_dir())
 
 
-def _flashinfer_module(prefix: str) -> Package:
-    if _flashinfer_built(prefix):
+def _flashinfer_module(backend: str, pattern: str) -> Package:
+    if _flashinfer_built(pattern):
         return Package("built")
     lacking = _lacking_tools("nvcc", "ninja", "a C++ compiler")
     if not lacking:
-        return Package("0")
+        return Package("", "FlashInfer's MoE module is not built here", f"expertd prepare --backend {backend}")
     why = f"{' and '.join(lacking)} not found, and FlashInfer's MoE module was not built before"
     return Package("", why, f"{_TOOLKIT}, and pip install ninja" if "ninja" in lacking else _TOOLKIT)
 
 
 def _flashinfer_cutlass() -> Package:
-    return _flashinfer_module("fused_moe_")
+    return _flashinfer_module("flashinfer_cutlass", "fused_moe_[0-9]*")
 
 
 def _flashinfer_trtllm() -> Package:
-    module = _flashinfer_module("fused_moe_trtllm")
+    module = _flashinfer_module("flashinfer_trtllm", "fused_moe_trtllm*")
     if module.error:
         return module
     own = os.environ.get("FLASHINFER_CUBIN_DIR")

@@ -1,9 +1,9 @@
 """The oracle: which backend serves a layer, and why not the others.  Pure: imports no torch and no backend.
 
-A backend is a row of facts (row.py).  A rule is a function (backend, problem) -> refusal | None (rules.py).  Every rule
-runs for every row, so the answer is a table and not the last reason.  `decide` takes the first eligible row: the best
-known one (row.Grade), and of equals the first of the platform's order.  A pinned backend is used or refused, never
-replaced.
+A backend is a record of facts (backend.py).  A rule is a function (backend, problem) -> refusal | None (rules.py).
+Every rule runs for every backend, so the answer is a table and not the last reason.  `decide` takes the first eligible
+backend: the best known one (backend.Grade), and of equals the first of the platform's order.  A pinned backend is used
+or refused, never replaced.
 """
 
 from __future__ import annotations

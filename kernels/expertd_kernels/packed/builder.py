@@ -49,7 +49,8 @@ def problem_of(
 ) -> Problem:
     """The problem that these weights pose on `device`.  Features are read from the tensors, never guessed.
 
-    packages: distributions to reckon with; default: those that rows of the table need and that are installed here."""
+    packages: distributions to reckon with.  Default: those that rows of the table need and that are installed here.
+    None of them is imported; oracle.probe.packages_for(device, BACKENDS) does that, so a broken one is refused."""
     return Problem(
         **_facts(weights),
         device=device,

@@ -13,7 +13,9 @@ all; without, every row is compared with the accepted answer that the proof carr
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ from expertd_kernels.weights.numerics import relative_error, tolerance
 
 # Why it is so: decision 44 in DECISIONS.md.
 __all__ = ["SMALL_BATCHES", "SelfCheck", "accept", "boot_reference_experts", "check", "self_check"]
+
+Run = Callable[[Callable[[], Tensor]], Tensor]
+"""The result of work()."""
 
 ROW_SLACK = 4.0
 """A single row may be this much worse than the tolerance, which is meant for whole batches."""
@@ -69,18 +74,24 @@ def self_check(
     return replace(found, seconds=time.perf_counter() - start)
 
 
-def check(experts: Experts, proof: IntegrityRecord, problem: Problem, weights: Weights | None = None) -> SelfCheck:
-    """Run `experts` on the proof's batch and compare.  ValueError without `weights` where the proof has no accepted
-    answer: some rows would not be judged."""
+def check(
+    experts: Experts,
+    proof: IntegrityRecord,
+    problem: Problem,
+    weights: Weights | None = None,
+    run: Run = lambda work: work(),
+) -> SelfCheck:
+    """Run `experts` on the proof's batch and compare.  run: does so for each call of the experts, and for nothing else.
+    ValueError without `weights` where the proof has no accepted answer: some rows would not be judged."""
     start = time.perf_counter()
     if weights is None and proof.accepted is None:
         raise ValueError("self-check: neither canonical weights nor an accepted answer to compare with")
     ref = proof.expected
-    out = _call(experts, proof, len(proof.x), problem)
+    out = run(lambda: _call(experts, proof, len(proof.x), problem))
     calls = [relative_error(out[: len(ref)], ref)]
     same = True
     for few in (min(f, len(ref)) for f in SMALL_BATCHES):
-        small = _call(experts, proof, few, problem)
+        small = run(partial(_call, experts, proof, few, problem))
         calls.append(relative_error(small, ref[:few]))
         same = same and torch.equal(small, out[:few])
     rows = _row_errors(out[: len(ref)], ref)

@@ -18,7 +18,7 @@ from expertd_kernels.weights.activation import Activation
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
 # Why it is so: decisions 2 and 10 in DECISIONS.md.
-__all__ = ["QuantTensor", "Weights", "pack_nibbles", "unpack_nibbles"]
+__all__ = ["QuantTensor", "Weights", "pack_nibbles", "powers_of_two", "unpack_nibbles"]
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """OCP Microscaling Formats v1.0, table 5: value of each e2m1 code."""
@@ -39,6 +39,12 @@ SCALE_DTYPE = {
     ScaleType.E8M0: torch.uint8,
     ScaleType.E4M3: torch.float8_e4m3fn,
 }
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """2 ** exponent f32 of integers from -127 to 127, of its bits: the same on every device.  128 gives infinity."""
+    wide = exponents.to(torch.int32)
+    return torch.where(wide > -127, (wide + 127) << 23, 1 << 22).to(torch.int32).view(torch.float32)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ class QuantTensor:
         """[E, scale rows, scale cols] f32: the stored scale times the second-level scale.  Quantized schemes only."""
         assert self.scales is not None, "unquantized weights have no scales"
         s = self.scales
-        out = torch.exp2(s.float() - 127.0) if self.scheme.scale is ScaleType.E8M0 else s.float()
+        out = powers_of_two(s.to(torch.int32) - 127) if self.scheme.scale is ScaleType.E8M0 else s.float()
         second = self.global_scales if self.global_exact is None else self.global_exact
         if second is not None:
             per_row = second.repeat_interleave(out.shape[1] // self.segments, dim=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from expertd_kernels.weights.canonical import Weights
 
 # Why it is so: decision 115 in DECISIONS.md.
-__all__ = ["expert_digests"]
+__all__ = ["digests_of", "expert_digests", "expert_totals"]
 
 BLOCK_BYTES = 4096
 _ODD = 0x9E3779B97F4A7C15 - 2**64
@@ -25,12 +25,20 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 def expert_digests(weights: Weights) -> Tensor:
     """[E] int64, 0 to 2 ** 32 - 1, on the CPU; of the weights that `weights` were rounded from, where they know."""
-    if weights.origin is not None:
-        return weights.origin
+    return weights.origin if weights.origin is not None else digests_of(expert_totals(weights))
+
+
+def expert_totals(weights: Weights) -> Tensor:
+    """[E] int64 on the weights' device, which is not waited for: what digests_of() takes."""
     total = torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device)
     for name, tensor in _tensors(weights):
         total += _sums(tensor) * (zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape[1:])}".encode()) | 1)
-    total = total.cpu()
+    return total
+
+
+def digests_of(totals: Tensor) -> Tensor:
+    """[E] int64 on the CPU."""
+    total = totals.cpu()
     total = (total ^ (total >> 29)) * _ODD  # the low bits of a sum depend on low bits alone
     return (total >> 32) & 0xFFFFFFFF
 

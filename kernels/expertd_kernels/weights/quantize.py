@@ -11,25 +11,35 @@ kept.  A scale is rounded to its stored type before the codes are, so the codes 
     mxfp8                  2 ** ceil(log2(a / 448)): nothing saturates
     mxfp4                  2 ** (floor(log2 a) - 2), as the OCP text has it, and twice that
     nvfp4                  a / c with c from 3.5 to 7, as e4m3 below a second-level scale: the largest a is 6 * 448
+
+The bits are the same on every device: each step is one that IEEE 754 defines, divisors are tensors (a GPU multiplies by
+the reciprocal of a number), powers of two are made of their bits, and squared errors are summed as whole numbers, whose
+sum does not depend on the order.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights, pack_nibbles
+from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, powers_of_two
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
-# Why it is so: decision 11 in DECISIONS.md.
+# Why it is so: decisions 11 and 170 in DECISIONS.md.
 __all__ = ["quantize", "quantize_matrix", "round_e2m1", "scheme_named"]
 
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-_CHUNK_ELEMENTS = 1 << 18
-"""Weights rounded at a time: 1 MiB of f32, so that the passes over a chunk stay in the cache."""
+_CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 24
+"""Weights rounded at a time.  On a CPU 1 MiB of f32, so that the passes over a chunk stay in the cache; on an
+accelerator enough work for a launch, and some 0.5 GiB of f32 beside the weights."""
+
+FUSED_COLUMNS = (32, 64, 128, 256)
+"""Of blocks that a kernel of quantize_code.py rounds in one pass."""
 
 _INT4_DIVISORS = (8.0, 8.5, 9.0, 9.75, 10.5)
 _INT4_DIVISORS_WIDE = (*_INT4_DIVISORS, 12.0, 14.0, 16.0)
@@ -65,7 +75,8 @@ def quantize(weights: Weights, scheme: Scheme | str) -> Weights:
 
 
 def quantize_matrix(q: QuantTensor, scheme: Scheme, name: str = "matrix") -> QuantTensor:
-    """One matrix for each expert, [E, N, K] bf16 | f16 | f32, in `scheme`.  Holds one expert in f32 at a time."""
+    """One matrix for each expert, [E, N, K] bf16 | f16 | f32, in `scheme`, on its device.  Holds some weights in f32 at
+    a time."""
     if q.scheme.element.quantized:
         raise ValueError(f"{name} is {q.scheme.name} already; want bf16, f16 or f32 weights")
     if not scheme.element.quantized:
@@ -77,75 +88,122 @@ def quantize_matrix(q: QuantTensor, scheme: Scheme, name: str = "matrix") -> Qua
     scales = torch.empty(shape, dtype=SCALE_DTYPE[scheme.scale], device=q.device)
     zeros = torch.empty(shape, dtype=CODE_DTYPE[scheme.element], device=q.device) if scheme.zeros else None
     second = torch.empty((E, q.segments), device=q.device) if scheme.global_scale else None
-    rows, scale_rows = N // q.segments, shape[1] // q.segments
-    for e in range(E):
-        w = q.experts(slice(e, e + 1)).dequantize()[0]
-        for seg in range(q.segments):
-            part = w[seg * rows : (seg + 1) * rows]
-            largest = _largest(part, f"{name} of expert {e}", seg * rows)
-            here = slice(seg * scale_rows, (seg + 1) * scale_rows)
-            rounded = _Segment(
-                codes[e, seg * rows : (seg + 1) * rows], scales[e, here], None if zeros is None else zeros[e, here]
-            )
-            g = _second_level(scheme, largest)
-            if second is not None:
-                second[e, seg] = g
-            rounded.fill(part, scheme, g)
+    parts, rows = E * q.segments, N // q.segments
+    out = _Rounded(
+        codes.view(parts, rows, -1),
+        scales.view(parts, -1, shape[2]),
+        None if zeros is None else zeros.view(parts, -1, shape[2]),
+    )
+    plain = q.columns is None and q.factors is None
+    weights = (q.codes if plain else q.dequantize()).reshape(parts, rows, K)
+    step = max(1, _at_once(weights) // (rows * K))
+    largest = torch.cat([_largest(weights[p : p + step]) for p in range(0, parts, step)])
+    _require_finite(largest, weights, name, q.segments)
+    g = _second_level(scheme, largest)
+    if second is not None:
+        second.view(-1).copy_(g)
+    if not _fused(weights, scheme, out):
+        for p in range(0, parts, step):
+            out.fill(slice(p, p + step), weights[p : p + step], scheme, g[p : p + step])
     return QuantTensor(scheme, q.shape, codes, scales, zeros, second, bias=q.bias, segments=q.segments)
 
 
-def _largest(w: Tensor, what: str, first_row: int) -> float:
-    """Largest magnitude of w [n, K]; ValueError that names the first NaN or infinity."""
-    low, high = torch.aminmax(w)
-    largest = max(-float(low), float(high))
-    if not (float(low) >= -torch.finfo(torch.float32).max and largest <= torch.finfo(torch.float32).max):
-        row, col = (~torch.isfinite(w)).nonzero()[0].tolist()
-        raise ValueError(
-            f"{what} holds {float(w[row, col])} at row {first_row + row}, column {col}; want finite weights"
-        )
-    return largest
+def _at_once(w: Tensor) -> int:
+    return _CPU_ELEMENTS if w.device.type == "cpu" else _DEVICE_ELEMENTS
 
 
-def _second_level(scheme: Scheme, largest: float) -> float:
-    """The second-level scale of a segment: its largest weight becomes 6 * 448.  1.0 for none and for all zeros."""
+def _fused(w: Tensor, scheme: Scheme, out: _Rounded) -> bool:
+    """The whole in one launch on an NVIDIA GPU, where there is a kernel for it.  Whether there was."""
+    if w.device.type != "cuda" or torch.version.hip is not None or scheme.zeros or scheme.rows != 1:
+        return False
+    kind = _kind(scheme)
+    if kind not in ("int4", "mxfp4") or (kind == "int4" and scheme.scale is not ScaleType.BF16):
+        return False
+    if scheme.cols not in FUSED_COLUMNS or w.shape[2] % scheme.cols:
+        return False
+    try:
+        code: Any = importlib.import_module("expertd_kernels.weights.quantize_code")
+    except ImportError:  # no Triton
+        return False
+    with torch.cuda.device(w.device):
+        if kind == "int4":
+            code.round_int4(w, out.codes, out.scales, scheme.cols, _INT4_DIVISORS)
+        else:
+            code.round_mxfp4(w, out.codes, out.scales)
+    return True
+
+
+def _largest(w: Tensor) -> Tensor:
+    """[P] f32 largest magnitude of each part of w [P, n, K]; NaN or infinity where one is in it."""
+    if w.device.type == "cpu":  # quicker without a dimension
+        pairs = [torch.aminmax(part) for part in w]
+        low, high = (torch.stack(side) for side in zip(*pairs, strict=True))
+    else:
+        low, high = torch.aminmax(w.flatten(1), dim=1)
+    return torch.maximum(-low, high).float()
+
+
+def _require_finite(largest: Tensor, w: Tensor, name: str, segments: int) -> None:
+    """Raises ValueError that names the first NaN or infinity of w [P, n, K], whose parts' magnitudes are `largest`."""
+    if bool(torch.isfinite(largest).all()):
+        return
+    p = int((~torch.isfinite(largest)).nonzero()[0])
+    row, col = (~torch.isfinite(w[p])).nonzero()[0].tolist()
+    raise ValueError(
+        f"{name} of expert {p // segments} holds {float(w[p, row, col])} at row {p % segments * w.shape[1] + row},"
+        f" column {col}; want finite weights"
+    )
+
+
+def _second_level(scheme: Scheme, largest: Tensor) -> Tensor:
+    """[P] f32: the second-level scale of each segment: its largest weight becomes 6 * 448.  1 for none and for all
+    zeros."""
     if not scheme.global_scale:
-        return 1.0
-    g = float(torch.tensor(largest / (E2M1_MAX * E4M3_MAX), dtype=torch.float32))
-    return g if g > 0.0 else 1.0
+        return torch.ones_like(largest)
+    g = _over(largest.double(), E2M1_MAX * E4M3_MAX).float()
+    return torch.where(g > 0, g, 1.0)
 
 
 @dataclass(frozen=True)
-class _Segment:
-    """Where one projection of one expert is written: codes [n, K or K/2], scales and zeros [scale rows, scale cols]."""
+class _Rounded:
+    """Where segments are written: codes [P, n, K or K/2], scales and zeros [P, scale rows, scale cols]."""
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
 
-    def fill(self, w: Tensor, scheme: Scheme, g: float) -> None:
-        """Quantize w [n, K] f32 chunk by chunk of whole block rows."""
-        n, K = w.shape
+    def fill(self, parts: slice, w: Tensor, scheme: Scheme, g: Tensor) -> None:
+        """Quantize w [parts, n, K] chunk by chunk of whole block rows; g [parts] f32."""
+        P, n, K = w.shape
         rows = n if scheme.rows == WHOLE else scheme.rows
         cols = K if scheme.cols == WHOLE else scheme.cols
-        step = max(1, _CHUNK_ELEMENTS // (rows * K))  # block rows at a time
-        for first in range(0, self.scales.shape[0], step):
-            part = w[first * rows : (first + step) * rows]
-            b = _blocks(part, rows, cols)
-            numbers, stored, zero = _ROUNDERS[_kind(scheme)](b, scheme, g)
-            flat = numbers.reshape(b.shape[0] * rows, -1)[: part.shape[0], :K]
-            self.codes[first * rows : first * rows + part.shape[0]] = encode(flat, scheme.element)
-            self.scales[first : first + step] = stored[:, 0, :, 0]
+        step = max(1, _at_once(w) // (P * rows * K))  # block rows at a time
+        rounder = _ROUNDERS[_kind(scheme)]
+        for first in range(0, self.scales.shape[1], step):
+            b = _blocks(w[:, first * rows : (first + step) * rows].float(), rows, cols)
+            height = b.shape[0] // P
+            numbers, stored, zero = rounder(b, scheme, g.repeat_interleave(height)[:, None, None, None])
+            here = slice(first * rows, min(n, (first + step) * rows))
+            flat = numbers.reshape(P, height * rows, -1)[:, : here.stop - here.start, :K]
+            self.codes[parts, here] = encode(flat, scheme.element)
+            blocks = slice(first, first + height)
+            self.scales[parts, blocks] = stored.view(P, height, -1)
             if self.zeros is not None and zero is not None:
-                self.zeros[first : first + step] = zero[:, 0, :, 0].to(self.zeros.dtype)
+                self.zeros[parts, blocks] = zero.view(P, height, -1).to(self.zeros.dtype)
 
 
 def _blocks(w: Tensor, rows: int, cols: int) -> Tensor:
-    """[n, K] -> [R, rows, C, cols], padded with zeros: they change no block's largest magnitude or error."""
-    n, K = w.shape
+    """[P, n, K] -> [P * R, rows, C, cols], padded with zeros: they change no block's largest magnitude or error."""
+    P, n, K = w.shape
     R, C = -(-n // rows), -(-K // cols)
     if (R * rows, C * cols) != (n, K):
         w = torch.nn.functional.pad(w, (0, C * cols - K, 0, R * rows - n))
-    return w.reshape(R, rows, C, cols)
+    return w.reshape(P * R, rows, C, cols)
+
+
+def _over(x: Tensor, divisor: float) -> Tensor:
+    """x / divisor, rounded once: of a plain number a GPU would multiply by the reciprocal."""
+    return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def encode(numbers: Tensor, element: Element) -> Tensor:
@@ -172,7 +230,7 @@ def _round_e4m3(x: Tensor) -> Tensor:
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 
-_Rounded = tuple[Tensor, Tensor, "Tensor | None"]
+_Choice = tuple[Tensor, Tensor, "Tensor | None"]
 """Numbers [R, rows, C, cols] f32, stored scales [R, 1, C, 1], zero points [R, 1, C, 1] or None."""
 
 
@@ -194,15 +252,34 @@ def _stored_e8m0(exponent: Tensor) -> Tensor:
     return (exponent.clamp(-127, 127) + 127).to(torch.uint8)
 
 
+_ERROR_BITS = 11
+"""Of an error as a whole number: as large as a block's largest magnitude."""
+
+
+class _Errors:
+    """Squared errors of blocks [R, rows, C, cols], as whole numbers: of each block's largest magnitude, 2 ** -11."""
+
+    def __init__(self, b: Tensor) -> None:
+        exponent = (_amax(b).view(torch.int32) >> 23) - 126  # the largest magnitude is below 2 ** exponent
+        self._unit = powers_of_two((_ERROR_BITS - exponent).clamp_max(126))
+        self._b = b * self._unit
+
+    def of(self, numbers: Tensor, scale: Tensor) -> Tensor:
+        """[R, 1, C, 1] f64 of numbers * scale, exact, so that no order of summing matters."""
+        whole = (numbers * (scale * self._unit)).sub_(self._b).round_()
+        return whole.square_().sum(dim=(1, 3), keepdim=True, dtype=torch.float64)
+
+
 def _best(b: Tensor, tries: Sequence[tuple[Tensor, Tensor]], grid: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Of (stored scale, its f32 multiplier) the one with the least squared error, for each block; of equal ones the
     first.  Returns numbers and stored scale."""
     numbers = stored = least = None
+    errors = _Errors(b)
     for raw, scale in tries:
         x = grid(b / scale)
         if len(tries) == 1:
             return x, raw
-        error = (x * scale).sub_(b).square_().sum(dim=(1, 3), keepdim=True)
+        error = errors.of(x, scale)
         if numbers is None or stored is None or least is None:
             numbers, stored, least = x, raw, error
         else:
@@ -215,32 +292,33 @@ def _best(b: Tensor, tries: Sequence[tuple[Tensor, Tensor]], grid: Callable[[Ten
     return numbers, stored
 
 
-def _round_int4(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
+def _round_int4(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
     low, high = b.amin(dim=(1, 3), keepdim=True), b.amax(dim=(1, 3), keepdim=True)
     extreme = torch.where(high >= -low, -high, -low)  # scale of the sign that gives the extreme weight code -8
     divisors = _INT4_DIVISORS_WIDE if b.shape[3] >= 512 else _INT4_DIVISORS
-    raws = [_stored(extreme / c, scheme.scale) for c in divisors]
+    raws = [_stored(_over(extreme, c), scheme.scale) for c in divisors]
     numbers, stored = _best(b, [(s, s.float()) for s in raws], lambda x: x.round_().clamp_(-8, 7))
     return numbers + 8, stored, None
 
 
-def _round_int8(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
-    s = _stored(_amax(b) / 127, scheme.scale)
+def _round_int8(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
+    s = _stored(_over(_amax(b), 127), scheme.scale)
     return (b / s.float()).round_().clamp_(-128, 127), s, None
 
 
-def _round_zeros(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
+def _round_zeros(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
     """Asymmetric integers: the range always holds 0, so that 0 stays exact."""
     least, most = (0, 15) if scheme.element is Element.INT4 else (-128, 127)
     low = b.amin(dim=(1, 3), keepdim=True).clamp_max_(0)
     high = b.amax(dim=(1, 3), keepdim=True).clamp_min_(0)
     shrinks = (1.0,) if scheme.element is Element.INT8 else _SHRINKS_WIDE if b.shape[3] >= 512 else _SHRINKS
     found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    errors = _Errors(b)
     for shrink in shrinks:
-        s = _stored((high / (most - least) - low / (most - least)) * shrink, scheme.scale)
+        s = _stored((_over(high, most - least) - _over(low, most - least)) * shrink, scheme.scale)
         zero = (least - low * shrink / s.float()).round_().clamp_(least, most)
         codes = (b / s.float()).round_().add_(zero).clamp_(least, most)
-        error = ((codes - zero) * s.float()).sub_(b).square_().sum(dim=(1, 3), keepdim=True)
+        error = errors.of(codes - zero, s.float())
         if found:
             better = error < found[0][3]
             found = [
@@ -252,15 +330,15 @@ def _round_zeros(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
     return codes, s, zero
 
 
-def _round_float8(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
-    a = _amax(b) / E4M3_MAX
+def _round_float8(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
+    a = _over(_amax(b), E4M3_MAX)
     raws = [_stored(a * f, scheme.scale) for f in (_E4M3_FACTORS if scheme.rows == 1 else (1.0,))]
     return *_best(b, [(s, s.float()) for s in raws], _round_e4m3), None
 
 
-def _round_mxfp8(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
-    exponent = _exponent_above(_amax(b) / E4M3_MAX)
-    return _round_e4m3(torch.ldexp(b, -exponent)), _stored_e8m0(exponent), None
+def _round_mxfp8(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
+    exponent = _exponent_above(_over(_amax(b), E4M3_MAX))
+    return _round_e4m3(b / powers_of_two(exponent)), _stored_e8m0(exponent), None
 
 
 def _exponent_above(a: Tensor) -> Tensor:
@@ -270,25 +348,25 @@ def _exponent_above(a: Tensor) -> Tensor:
     return torch.where(a == 0, torch.zeros_like(e), e)
 
 
-def _round_mxfp4(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
+def _round_mxfp4(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
     a = _amax(b)
     floor = (torch.frexp(a).exponent - 1 - 2).clamp(-127, 127)  # floor(log2 a) - log2 of e2m1's largest power of two
     floor = torch.where(a == 0, torch.zeros_like(floor), floor)
     exponents = [floor, (floor + 1).clamp_max(127)]
-    tries = [(_stored_e8m0(e), torch.exp2(e.float())) for e in exponents]
+    tries = [(_stored_e8m0(e), powers_of_two(e)) for e in exponents]
     return *_best(b, tries, round_e2m1), None
 
 
-def _round_nvfp4(b: Tensor, scheme: Scheme, g: float) -> _Rounded:
+def _round_nvfp4(b: Tensor, scheme: Scheme, g: Tensor) -> _Choice:
     a = _amax(b)
     raws = []
     for c in _NVFP4_DIVISORS:
-        s = (a / c / g).clamp(2.0**-9, E4M3_MAX)
+        s = (_over(a, c) / g).clamp(2.0**-9, E4M3_MAX)
         raws.append(torch.where(a == 0, 1.0, s).to(torch.float8_e4m3fn))
     return *_best(b, [(s, s.float() * g) for s in raws], round_e2m1), None
 
 
-_ROUNDERS: dict[str, Callable[[Tensor, Scheme, float], _Rounded]] = {
+_ROUNDERS: dict[str, Callable[[Tensor, Scheme, Tensor], _Choice]] = {
     "int4": _round_int4,
     "int8": _round_int8,
     "zeros": _round_zeros,

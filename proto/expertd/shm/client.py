@@ -24,7 +24,8 @@ class Client(RequestsInFlight):
         client = lib.client(region.address, region.bytes, region.entries, region.bell)
         if not client:
             raise RegionError("session: the shared memory is of another version")
-        super().__init__(lib, client, region.entries, region.arena)
+        self._arena = region.arena
+        super().__init__(lib, client, region.entries, self._arena)
 
     def take(self, nbytes: int) -> int | None:
         """A block of the arena: its offset, a multiple of 256; None: there is no room now."""
@@ -51,7 +52,8 @@ class Client(RequestsInFlight):
 
     def output(self, ticket: int, request: Submission) -> int:
         del ticket
-        return int(self.region.arena + request.out)
+        address: int = self._arena + request.out
+        return address
 
     def recall(self, ticket: int) -> None:
         """Asks the server not to compute a request in flight.  Its answer comes all the same, and is wanted."""

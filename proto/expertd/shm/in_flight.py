@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes as C
 from collections.abc import Sequence
+from ctypes import byref, c_uint64
 from typing import Any
 
 from expertd.shm.layout import Completion, ConnectionHandle, Submission, Tensors
@@ -56,11 +57,13 @@ class RequestsInFlight:
         """send() and wait(), without announcing it.  Returns the ticket, negative where the time was over first.
 
         Raises NoRoomError, SessionEndedError."""
-        ticket = C.c_uint64()
+        ticket = c_uint64()
         try:
             how = self._lib.call(
-                self._client, C.byref(request), C.byref(tensors), timeout_ns, spin_ns, C.byref(answer), C.byref(ticket)
+                self._client, byref(request), byref(tensors), timeout_ns, spin_ns, byref(answer), byref(ticket)
             )
+            if how == _ANSWERED:
+                return ticket.value
             return ticket.value if self._answered(how) else -ticket.value
         except BaseException:  # a signal's handler, or the session is over: the caller will never know the ticket
             if ticket.value:

@@ -29,7 +29,7 @@ UPDATE_STATE_PACKING: UpdateState
 UPDATE_STATE_READY: UpdateState
 
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run", "delta")
+    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run", "delta", "host_id")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class BeginUpdateRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     update: str
     version: int
     label: str
@@ -48,24 +49,39 @@ class BeginUpdateRequest(_message.Message):
     checkpoint: str
     dry_run: bool
     delta: bool
-    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ...) -> None: ...
+    host_id: str
+    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
-    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes")
+    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes", "memory_endpoint", "memory_token", "memory_refusal")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     WAITING_LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     version: int
     base: int
     layers: int
     memory: _expert_service_pb2.Memory
     waiting_limit_bytes: int
-    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ...) -> None: ...
+    memory_endpoint: str
+    memory_token: str
+    memory_refusal: str
+    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ..., memory_endpoint: _Optional[str] = ..., memory_token: _Optional[str] = ..., memory_refusal: _Optional[str] = ...) -> None: ...
+
+class DeviceMemory(_message.Message):
+    __slots__ = ("handle", "offset")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset: int
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class WeightPart(_message.Message):
-    __slots__ = ("name", "dtype", "shape", "offset", "data", "sha256", "delta", "checksum")
+    __slots__ = ("name", "dtype", "shape", "offset", "data", "sha256", "delta", "checksum", "memory")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +90,7 @@ class WeightPart(_message.Message):
     SHA256_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     shape: _containers.RepeatedScalarFieldContainer[int]
@@ -82,7 +99,8 @@ class WeightPart(_message.Message):
     sha256: bytes
     delta: WeightDelta
     checksum: str
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ..., delta: _Optional[_Union[WeightDelta, str]] = ..., checksum: _Optional[str] = ...) -> None: ...
+    memory: DeviceMemory
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., sha256: _Optional[bytes] = ..., delta: _Optional[_Union[WeightDelta, str]] = ..., checksum: _Optional[str] = ..., memory: _Optional[_Union[DeviceMemory, _Mapping]] = ...) -> None: ...
 
 class PutWeightsRequest(_message.Message):
     __slots__ = ("update", "parts")

@@ -7,7 +7,6 @@ hundred bytes for each problem, device, number of threads and version of the cod
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+import expertd
 from expertd_kernels.common.atomic_file import replacing
 from expertd_kernels.common.problem import Problem
 from expertd_kernels.measure.autotuning import GRID, DeviceLostError, Remembered, Result, measure, with_results
@@ -112,7 +112,7 @@ class Autotuning:
         return out
 
     def _path(self, decision: Decision) -> Path:
-        version = f"{importlib.metadata.version('expertd')} {code_digest()}"
+        version = f"{expertd.__version__} {code_digest()}"
         return self._memory.path(decision.problem, _device_name(self._device), version, table.BACKENDS, self._grid)
 
 

@@ -75,10 +75,12 @@ def boot_layer(
     *,
     measure: bool = True,
     surfaces: bool = True,
+    like: Booted | None = None,
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
-    surfaces: whether it is measured what batches take.  Raises BootError."""
+    surfaces: whether it is measured what batches take.  like: the same layer of other weights, which is served: an
+    accelerator's kernels are warm, and measured.  Raises BootError."""
     if assignment.parts:
         return _boot_parts(assignment, workshop, ahead, measure)
     start = time.perf_counter()
@@ -91,7 +93,7 @@ def boot_layer(
             with workshop.stage("measure"):
                 results = oracle.results(assignment.decision, lambda: weights)
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
-    parts = _prepared(choice, assignment, canonical, workshop)
+    parts = _prepared(choice, assignment, canonical, workshop, like if workshop.device.type != "cpu" else None)
     assignment = replace(assignment, decision=choice.decision)
     served = _served(assignment, parts, workshop.route_s)
     prepared = [m for _, m in parts]
@@ -184,7 +186,7 @@ def _joined(assignment: Assignment, parts: Sequence[tuple[int, Booted]], worksho
 
 
 def _prepared(
-    choice: Choice, assignment: Assignment, canonical: LayerWeights, workshop: Workshop
+    choice: Choice, assignment: Assignment, canonical: LayerWeights, workshop: Workshop, like: Booted | None
 ) -> list[tuple[int | None, Prepared]]:
     """[(tokens up to, what serves them)], of backends that passed.  Raises BootError when the choice is exhausted."""
     prepared: dict[str, Prepared] = {}
@@ -195,8 +197,11 @@ def _prepared(
             return [(most, prepared[b.name]) for most, b in wanted]
         try:
             found = prepare(row, assignment, canonical, workshop)
-            measured = warm_up(found.experts, assignment, workshop)
-            prepared[row.name] = replace(found, measured=tuple(measured))
+            if like is not None and row.name in like.errors:
+                measured = like.served.measured
+            else:
+                measured = tuple(warm_up(found.experts, assignment, workshop))
+            prepared[row.name] = replace(found, measured=measured)
         except BackendRejectedError as e:
             if fault := device_fault(workshop.device):
                 raise BootError(

@@ -32,7 +32,7 @@ from expertd_kernels.oracle.probe import device_fault, use_device
 from expertd_kernels.packed.builder import experts_of, pack
 from expertd_kernels.packed.cache import Found, PackedCache
 from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove
-from expertd_kernels.packed.selfcheck import SMALL_BATCHES, SelfCheck, accept, check
+from expertd_kernels.packed.selfcheck import SelfCheck, accept, check
 from expertd_kernels.packed.watched import WatchedExperts
 from expertd_kernels.sources.source import ExpertSource
 from expertd_kernels.sources.synthetic import random_inputs
@@ -41,10 +41,10 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.boot.ahead import ReadAhead
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.choice import BackendRejectedError
+from expertd_server.boot.compiling import KernelsAhead, calls_to_compile, warm_sizes
 from expertd_server.boot.memory import MemoryPlan, give_back, settle
 from expertd_server.engine.joined import JoinedSpace
-from expertd_server.engine.plain import compute_stream
-from expertd_server.engine.sizes import sizes_up_to
+from expertd_server.engine.plain import LAST, compute_stream
 
 if TYPE_CHECKING:
     from expertd_kernels.weights.canonical import Weights
@@ -69,6 +69,7 @@ class Workshop:
     memory   what the server was found to have room for
     stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
     alone    runs work while nothing else computes on that stream
+    kernels  compiled by other processes meanwhile; None: none are
     route_s  for tests: so much longer for each token of an expert
     seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
              "compile", "check", "store", "map", "warm_up"
@@ -91,6 +92,7 @@ class Workshop:
     memory: MemoryPlan | None = None
     stream: Any = None
     alone: Callable[[Callable[[], Any]], Any] = lambda work: work()
+    kernels: KernelsAhead | None = None
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     lookups: Counter[str] = field(default_factory=Counter)
     reading: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -143,7 +145,7 @@ class Workshop:
         return self._on(self.stream)
 
     def preparing(self) -> contextlib.AbstractContextManager[Any]:
-        """On a stream of its own: weights are read and packed while requests are computed."""
+        """On a stream of its own, of low priority: weights are read and packed while requests are computed."""
         return self._on(_packing_stream(self.device))
 
     def _on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -154,19 +156,31 @@ class Workshop:
         return cast("contextlib.AbstractContextManager[Any]", getattr(torch, self.device.type).stream(stream))
 
     def call(self, work: Callable[[], _T]) -> _T:
-        """The result of work(), which calls experts: they share their scratch memory with requests."""
+        """The result of work(), which calls experts: they share their scratch memory with requests.  The stream that
+        is current waits for it."""
+        if self.stream is None:
 
-        def run() -> _T:
+            def at_the_node() -> _T:
+                with self.computing():
+                    return work()
+
+            return cast("_T", self.alone(at_the_node))
+        here = getattr(torch, self.device.type).current_stream(self.device)
+        here.synchronize()  # or whoever computes would wait for it
+
+        def run() -> tuple[_T, Any]:
             with self.computing():
-                return work()
+                return work(), self.stream.record_event()
 
-        return cast("_T", self.alone(run))
+        out, done = cast("tuple[_T, Any]", self.alone(run))
+        here.wait_event(done)
+        return out
 
 
 @functools.cache
 def _packing_stream(device: torch.device) -> Any:
     """One for the process: torch keeps a workspace of cuBLAS for each stream that multiplied (32 MiB on Hopper)."""
-    return compute_stream(device)
+    return compute_stream(device, LAST)
 
 
 class LayerWeights:
@@ -282,7 +296,7 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
         _compile(experts, assignment, len(proof.x), workshop)
         with workshop.stage("check"):
             here = proof.to(workshop.device)
-            checked = workshop.call(lambda: check(experts, here, problem))
+            checked = check(experts, here, problem, run=workshop.call)
     except Exception as e:
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
@@ -314,7 +328,7 @@ def _packed(
     with _rejecting("compiled"):
         _compile(experts, assignment, len(proof.x), workshop)
     with _rejecting("first called"), workshop.stage("check"):
-        checked = workshop.call(lambda: check(experts, proof, problem, weights))
+        checked = check(experts, proof, problem, weights, workshop.call)
     if not checked.ok:
         raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
     assert proof.digests is not None
@@ -343,13 +357,15 @@ def _compile(experts: Experts, assignment: Assignment, rows: int, workshop: Work
     """What the check with so many rows and the warm-up would compile one after another, side by side; once for each
     kind of layer."""
     p = assignment.decision.problem
+    if workshop.kernels is not None:
+        with workshop.stage("compile"):
+            workshop.kernels.wait()
     if not isinstance(experts, CompiledExperts) or workshop.device.type == "cpu":
         return
     kind = (type(experts), str(replace(p, packages={})))
     if kind in workshop.compiled:
         return
-    sizes = dict.fromkeys((tokens, p.top_k) for tokens in (*SMALL_BATCHES, rows))
-    sizes |= dict.fromkeys((m, k) for k in (p.top_k, *workshop.routes) for m in _sizes(workshop.max_tokens))
+    sizes = calls_to_compile(rows, p.top_k, workshop.routes, workshop.max_tokens)
     threads = max(1, len(os.sched_getaffinity(0)))
     with workshop.stage("compile"), torch.inference_mode():
         workshop.call(lambda: experts.compile_ahead(sizes, threads, p.router_weight_on_input))
@@ -379,7 +395,7 @@ def warm_up(
     took = []
     with _rejecting("warmed up"), workshop.stage("warm_up"), torch.inference_mode():
         for routes in dict.fromkeys((p.top_k, *workshop.routes)):
-            for tokens in on_cpu if device.type == "cpu" else _sizes(workshop.max_tokens):
+            for tokens in on_cpu if device.type == "cpu" else warm_sizes(workshop.max_tokens):
                 batch = _routed(tokens, routes, p, device)
                 took.append((tokens, routes, workshop.call(functools.partial(_timed, experts, batch))))
         if fault := device_fault(device):  # what a kernel did wrong is told by the next call that waits
@@ -403,12 +419,6 @@ def _timed(experts: Experts, batch: tuple[Tensor, Tensor, Tensor]) -> int:
         cast(E4m3Experts, experts).of_e4m3(codes, scales, *routes, out=torch.empty_like(x))
         wait(device)
     return took
-
-
-def _sizes(most: int) -> list[int]:
-    """For batches up to `most`: those that they are padded to, and `most`.  Sizes between them are planned alike
-    (expertd_kernels.common.sizes)."""
-    return sorted({*sizes_up_to(most), most})
 
 
 def _routed(tokens: int, routes: int, p: Problem, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

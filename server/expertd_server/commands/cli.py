@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Mapping, Sequence
 
+import expertd
 from expertd.common.command_line import Parser
 from expertd_server.commands.extra import complaint
 
@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "serve": "load experts and answer calls over gRPC",
     "explain": "print which backend would serve each layer, and why not the others",
     "verify": "check a checkpoint's experts against the float32 reference",
+    "prepare": "compile the kernels that a start would compile",
     "quantize": "write a quantized copy of an unquantized checkpoint",
 }
 """Command -> what --help says.  Module: expertd_server.commands.NAME, with add_parser(subparsers) and run(args)."""
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     parser = Parser(prog="expertd", description="Serves the experts of quantized MoE models over gRPC.")
-    parser.add_argument("--version", action="version", version=f"expertd {importlib.metadata.version('expertd')}")
+    parser.add_argument("--version", action="version", version=f"expertd {expertd.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     named = next((a for a in argv if not a.startswith("-")), None)
     modules = {}

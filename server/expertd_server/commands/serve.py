@@ -97,10 +97,13 @@ def as_server() -> None:
 
 def serve(config: ServeConfig, console: Console) -> int:
     """A Host until SIGTERM or SIGINT, on the main thread.  The exit code.  Raises BootError."""
+    from expertd_server.boot.compiling import KernelsAhead
+
+    kernels = KernelsAhead(config.device)  # which imports torch beside this process
     from expertd_server.host.host import Host
 
     events: SimpleQueue[object] = SimpleQueue()
-    host = Host(config, console, on_fault=events.put)
+    host = Host(config, console, on_fault=events.put, kernels=kernels)
     host.loaded.add_done_callback(events.put)
     with _on_signals(lambda: events.put("a signal")), contextlib.closing(host):
         host.start()

@@ -200,8 +200,9 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "admin_listen",
                 Address.parse_or_unix,
                 "HOST:PORT",
-                "address of AdminService, which changes the experts of this server (expertctl apply). It has to be an"
-                " address of this host alone, or to have TLS and --callers with the right admin; default: none",
+                "address of AdminService, by which experts and weights can be changed (expertctl apply, update). It"
+                " has to be an address of this host alone, or to have TLS and --callers with the right admin;"
+                " default: none",
             ),
             Option(
                 "shm",

@@ -1,9 +1,10 @@
-"""Who is let in: pure functions of what waits, of the request, of the time and of the limits.
+"""Errors of admission: why a request may not wait for a batch.  The core decides (Accounts::enter, csrc/accounts.h);
+these pure functions state the same rules in Python and make the error.
 
-    shut(state)                         why nobody is, or None
+    shut(state)                         why no request is admitted, or None
     admit(queue, request, now, limits)  why this request is not, or None
 
-A refusal is a row of the error table.  The request says who asks (EngineRequest.caller), how much (tokens, top_k) and
+A refusal is an error of expertd.errors.  The request says who asks (EngineRequest.caller), how much (tokens, top_k) and
 until when (deadline_ns).
 """
 

@@ -162,7 +162,7 @@ class DeviceExecutor:
         self._device, self._dtype = device, COMPUTE_DTYPE[compute_dtype]
         api: Any = torch.cuda
         self.stream: Any = compute_stream(device)
-        self.streams: Any = (self.stream, api.Stream(device), api.Stream(device))
+        self.streams: Any = (self.stream, compute_stream(device), compute_stream(device))
         self._counting: Any = api.Stream(device)
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._runtime: Any = api.cudart()

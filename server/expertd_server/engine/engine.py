@@ -204,7 +204,8 @@ class Engine(Worker):
         except TimeoutError:
             return False
         self.delivery.report()  # their last batches, which nobody could name once they are dropped
-        self.between(self._drop_unused)
+        while self.between(self._drop_one):  # one after another: a layer may have many graphs, and callers wait
+            pass
         return True
 
     def check(self, request: c.RequestFacts, version: int = 0) -> ServedLayer:
@@ -354,10 +355,13 @@ class Engine(Worker):
         self._tcp_connections = TcpConnections(self._core, bounds, self._caller)
         return self._tcp_connections
 
-    def _drop_unused(self) -> None:
+    def _drop_one(self) -> bool:
+        """Of the layers that are not used any more.  Whether there was one."""
         now = self.holding
         held = [*now.values(), *(() if now.before is None else now.before.values())]
-        self._tally.forget(self._layers.drop_but({s.generation for s in held}))
+        dropped = self._layers.drop_one_but({s.generation for s in held})
+        self._tally.forget(dropped)
+        return bool(dropped)
 
     def _reserve(self, holding: Holding) -> None:
         for i, memory in enumerate(self._executor.reserve(self.policy.max_tokens, holding.values())):

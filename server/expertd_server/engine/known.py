@@ -84,13 +84,14 @@ class KnownLayers:
         backends = [(most or 0, self._backends.index(name), name) for most, name in plan]
         self._core.add_layer(facts, backends, s.measured, keeps)
 
-    def drop_but(self, held: Collection[int]) -> set[int]:
-        """Drop what is not among `held` and is not waited for; their generations."""
-        unused = {g for g in self._found if g not in held and not self._core.waited_for(g)}
-        self._executor.forget(unused)
-        for generation in unused:
-            del self._found[generation]
-        return unused
+    def drop_one_but(self, held: Collection[int]) -> tuple[int, ...]:
+        """Drop a layer that is not among `held` and is not waited for; its generation, () = there is none."""
+        unused = next((g for g in self._found if g not in held and not self._core.waited_for(g)), None)
+        if unused is None:
+            return ()
+        self._executor.forget((unused,))
+        del self._found[unused]
+        return (unused,)
 
 
 class BatchTally:

@@ -92,9 +92,8 @@ class Messages:
         function is run out of cold caches, so this is one.
 
         The answer, where it is there at once.  True: its EngineRequest, which under_way() makes, will be told.  False:
-                                                it is
-        refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time, or
-        for what its batch found at once."""
+        it is refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time,
+        or for what its batch found at once."""
         answer = _new_bytes(None, looked.message.answer_bytes)
         number, delivery, outcome = self._number_of(caller), self._delivery, self._outcome
         with delivery.lock:

@@ -21,12 +21,16 @@ from expertd_server.engine.out_of_memory import compute
 from expertd_server.engine.served import ServedLayer
 
 # Why it is so: decision 162 in DECISIONS.md.
-__all__ = ["PlainExecutor", "compute_stream"]
+__all__ = ["FIRST", "LAST", "PlainExecutor", "compute_stream"]
 
 
-def compute_stream(device: torch.device) -> Any:
+FIRST, LAST = -1, 0
+"""Priorities of streams: of what callers wait for, and of what is made ready meanwhile."""
+
+
+def compute_stream(device: torch.device, priority: int = FIRST) -> Any:
     """A stream for layers to compute on; scratch belongs to it, so they are warmed up there.  None on a CPU."""
-    return None if device.type == "cpu" else getattr(torch, device.type).Stream(device)
+    return None if device.type == "cpu" else getattr(torch, device.type).Stream(device, priority=priority)
 
 
 class PlainExecutor(CpuExecutor):

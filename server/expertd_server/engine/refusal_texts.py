@@ -1,4 +1,5 @@
-"""The texts with which requests are refused: one table for all transports, in Python and in C++.
+"""The texts with which checks refuse requests: one table for all transports, in Python and in C++.  Texts of admission
+(queue full, too late, draining) are in admission.py, csrc/intake.cpp and csrc/tcp_requests.cpp.
 
 Each entry names an error of `expertd.errors` and its text with the values that it tells.  The core reads the table as
 `csrc/refusal_texts.h`, which `python -m expertd_server.engine.refusal_texts` writes; a test compares the two.

@@ -56,8 +56,8 @@ def sizes_up_to(tokens: int) -> list[int]:
 
 
 def batch_slot_routes(tokens: int, top_k: int, num_experts: int) -> int:
-    """Slots that a batch of a layer needs at most: the core cuts batches at tokens x top_k routes (lines.cpp), whatever
-    number a token has, up to one for each expert; then they are padded."""
+    """Slots that a batch of a layer needs at most: the core cuts batches at tokens x top_k routes (queues.cpp),
+    whatever number a token has, up to one for each expert; then they are padded."""
     most = before = 0
     for size in sizes_up_to(tokens):
         most = max(most, size * max(1, min(num_experts, tokens * top_k // (before + 1))))

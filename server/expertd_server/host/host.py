@@ -13,7 +13,7 @@ kernel's number of threads.  Several hosts live side by side, each with its own 
 
 from __future__ import annotations
 
-import importlib.metadata
+import contextlib
 import logging
 import threading
 import time
@@ -27,11 +27,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import expertd
 from expertd.common.tables import print_sentence
 from expertd.errors import TABLE
 from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle import table
-from expertd_kernels.oracle.probe import packages_for
+from expertd_kernels.oracle.probe import installed_packages, packages_for
 from expertd_kernels.packed.cache import PackedCache
 from expertd_kernels.sources.source import ExpertSource, LayerInfo
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
@@ -44,6 +45,7 @@ from expertd_server.boot.assignment import (
     open_source,
 )
 from expertd_server.boot.autotuning import Autotuning, settle_threads
+from expertd_server.boot.compiling import KernelsAhead
 from expertd_server.boot.joint import JointAssigner, Place, resolve_places
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.boot.memory import (
@@ -95,6 +97,7 @@ log = logging.getLogger(__name__)
 class Host:
     """console: where people are told; None: nowhere.  on_fault: called once, on the engine's thread, with the sentence
     why nothing is computed any more: close it then, and start another process where it says that the device is lost.
+    kernels: what compiles kernels beside it, where that was started before this module was imported.
 
     address    where gRPC is served; metrics: this host's series; metrics_address: where Prometheus reads them
     residence  what it holds
@@ -107,6 +110,7 @@ class Host:
         config: ServeConfig,
         console: Console | None = None,
         on_fault: Callable[[str], None] = lambda why: None,
+        kernels: KernelsAhead | None = None,
     ) -> None:
         self.config = config
         self.address = ""
@@ -124,6 +128,7 @@ class Host:
         self._admin: AdminTransport | None = None
         self._traces: Traces | None = None
         self._loader: threading.Thread | None = None
+        self._kernels = kernels
         self._epoch = 0
 
     @property
@@ -140,6 +145,14 @@ class Host:
 
     def start(self) -> str:
         """Plan, listen, and begin to load.  Returns the address.  Raises BootError."""
+        kernels = self._kernels = self._kernels or KernelsAhead(self.config.device)
+        try:
+            return self._start(kernels)
+        except BaseException:
+            kernels.close()
+            raise
+
+    def _start(self, kernels: KernelsAhead) -> str:
         config = self.config
         places = self._places = resolve_places(config)
         # devices that share a layer are given their parts of it by the host
@@ -154,6 +167,8 @@ class Host:
         served = store.recall(source.fingerprint)
         self._workshop = self._make_workshop(source, where, space)
         with self._workshop.stage("plan"):
+            if not config.joins:
+                self._compile_early(source, places[0], kernels)
             assigner = self._assigner(source, places)
             if served is not None:
                 assigner = self._committed_weights(store, served, source, assigner)
@@ -161,6 +176,7 @@ class Host:
         oracle = Autotuning.of(config, where, assignments)
         if oracle is not None:
             assignments = [oracle.apply(a) for a in assignments]
+        kernels.give(assignments, where, config.max_tokens, config.warm_routes, self.say)
         self._tell_decisions(assignments, pending=oracle is not None)
         self._require_served(assignments)
         self._require_room(assignments)
@@ -211,6 +227,8 @@ class Host:
             t.close()
         if http is not None:
             http.close()
+        if self._kernels is not None:
+            self._kernels.close()
         if self._loader is not None:
             self._loader.join()
         if self.address:
@@ -340,7 +358,19 @@ class Host:
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
             space=space,
             name=config.device,
+            kernels=self._kernels,
         )
+
+    def _compile_early(self, source: ExpertSource, place: Place, kernels: KernelsAhead) -> None:
+        """Begin with the kernels of the backends that are likely to be chosen: the plan imports every package that is
+        installed, which takes seconds on an accelerator, and seldom finds that one is broken."""
+        config = self.config
+        if not kernels.wanted:
+            return
+        with contextlib.suppress(Exception):  # the plan tells what is wrong
+            assigner = Assigner(config, source, place.kind, installed_packages(table.BACKENDS))
+            assignments = self._assignments(assigner, source.fingerprint, quiet=True)
+            kernels.give(assignments, place.device, config.max_tokens, config.warm_routes)
 
     def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
         """Of the version that was committed last, served instead of the start's.  Raises BootError."""
@@ -371,7 +401,7 @@ class Host:
         self._describe = Describer(
             self.service.load_message,
             instance_id=uuid.uuid4().hex,
-            version=importlib.metadata.version("expertd"),
+            version=expertd.__version__,
             family=source.family,
             fingerprint=source.fingerprint,
             hidden_size=infos[0].hidden_size,

@@ -223,12 +223,11 @@ class Residence:
         return Weights(self._assigner, self._workshop, self.booted, self.version)
 
     def make(self, assigner: Assigner, workshop: Workshop, layer: int, held: Collection[int]) -> Booted:
-        """A layer of other weights: read, packed, checked and warm, and not served.  Raises BootError."""
+        """A layer of other weights: read, packed, checked and warm, and not served.  Memory that this took is kept for
+        the next layer until give_back().  Raises BootError."""
         use_device(workshop.device)
         with workshop.preparing():
-            made = boot_layer(assigner.layer(layer, held), workshop, measure=False)
-            workshop.alone(workshop.give_back)
-        return made
+            return boot_layer(assigner.layer(layer, held), workshop, measure=False, like=self.booted.get(layer))
 
     def switch(self, weights: Weights) -> None:
         """Serve these instead of those that are served, which become `before`; between claim() and unclaim().  They

@@ -1,1 +1,1 @@
-"""What all transports share: admission, checks of a request, the way of an answer."""
+"""What all transports share: admission, checks of a request, answers."""

@@ -1,9 +1,8 @@
 """One connection's requests: values in, values out.  Knows neither a wire format nor how bytes travel.
 
 A ClientConnection is what every transport has in common: ids of requests, how many may be in flight, cancels, draining,
-the
-answer to an offer of transports, counting.  What it needs of a transport is an Outlet; transports/protocol.py describes
-both sides.
+the answer to an offer of transports, counting.  What it needs of a transport is an Outlet; transports/protocol.py
+describes both sides.
 """
 
 from __future__ import annotations

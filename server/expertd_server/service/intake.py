@@ -57,9 +57,8 @@ class Intake:
     def request(
         self, v: ForwardRequestView, reply: Reply, **more: Any
     ) -> tuple[EngineRequest, SyntheticTensors | None]:
-        """The request, and what is to be drawn before it can be computed.  more: fields of EngineRequest that the
-        message
-        does not hold.  Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
+        """The request, and what is to be drawn before it can be computed.  more: fields that the message does not hold.
+        Raises LayerNotHeldError, WeightsVersionNotHeldError or another InvalidRequestError."""
         layer = self._engine.check(facts_of(v), v.weights_version)
         x = v.hidden_states
         assert x is not None  # checked, as is all below

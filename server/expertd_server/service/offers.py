@@ -30,7 +30,7 @@ def answer_offer(offered: OfferedTransports, offer: pb.SessionOffer, caller: str
     """The first transport of the offer that can be had."""
     answer, opened = pb.SessionAnswer(), ""
     for name in offer.transports:
-        why = f"not beside {opened}, which stands before it in the offer"
+        why = f"not used, because the client prefers {opened}"
         if not opened:
             answer.token, answer.endpoint, why = _ask(offered.get(name), offer, caller)
             opened = "" if why else name

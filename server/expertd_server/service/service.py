@@ -1,4 +1,4 @@
-"""What all ways in share: the server's state, and the way of a request to the engine.
+"""What all transports share: the server's state, and how a request reaches the engine.
 
     service.forward(view, reply, ...)    one request by itself: a unary call, a facade of another protocol
     service.connection(outlet, caller)   one connection: any number in flight, cancels, draining

@@ -11,7 +11,7 @@ others are a folder here each, and an entry in table.py:
 Shared memory and TCP hand their connections to the engine's core (C++).  A transport in Python does this for each
 connection, on a thread of its own choice, one at a time:
 
-    session = service.connection(outlet, client, transport=NAME)   client: its address, or its name where it proved one
+    session = service.connection(outlet, client, transport=NAME)   client: its address, or the name it proved
     service.check_size(nbytes)            of each message, before it is decoded; raises
     session.take(view, arrival_ns)        a decoded message; arrival_ns: time.monotonic_ns() when it came
     session.refuse(error, request_id)     for a message that could not be decoded

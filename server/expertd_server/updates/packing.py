@@ -32,6 +32,7 @@ class Packing:
     """take: asked for layers after wake().  keep: called with each layer before it is made.  failed: called once, on
     the thread, with the reason.
 
+    layers    to be made
     booted    layers that are ready; busy: whether one is being made; packing_s: what they took, one after another
     ended     set when all of them are ready, after a failure, and after stop()
     """
@@ -40,6 +41,7 @@ class Packing:
         self._residence, self._take, self._keep, self._failed = residence, take, keep, failed
         served = residence.weights
         self._served = dict(served.booted)
+        self.layers = len(self._served)
         self._assigner = served.assigner
         self._workshop = replace(
             served.workshop,
@@ -55,11 +57,6 @@ class Packing:
         self._stop = threading.Event()
         self.ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="expertd-update", daemon=True)
-
-    @property
-    def layers(self) -> int:
-        """To be made."""
-        return len(self._served)
 
     def start(self) -> None:
         self._thread.start()
@@ -80,7 +77,7 @@ class Packing:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            while len(self.booted) < len(self._served):
+            while len(self.booted) < self.layers:
                 self._wake.wait()
                 self._wake.clear()
                 while not self._stop.is_set() and (found := self._take()) is not None:
@@ -88,17 +85,19 @@ class Packing:
                     del found
                 if self._stop.is_set():
                     raise Stopped
+            self._residence.give_back()
         except Stopped:
             pass
         except Exception as e:
             self._failed(e)
         finally:
+            self._served.clear()  # or what was served would stay until somebody looks for garbage
             self.ended.set()
 
     def _make(self, layer: int, source: Checkpoint) -> None:
         begin, self.busy = time.perf_counter(), True
         served: Assignment = self._served[layer].assignment
-        found: ExpertSource = alike(source, layer, served.info)
+        found: ExpertSource = alike(source, layer, served.info, self._workshop.device)
         try:
             self._keep(layer, source, served.held)
             assigner = self._assigner.of(found)

@@ -13,6 +13,8 @@ from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.boot.assignment import Assignment, BootError
 
 if TYPE_CHECKING:
+    import torch
+
     from expertd_kernels.weights.canonical import Weights
 
 __all__ = ["GoneSource", "alike", "checkpoint_of", "require_alike"]
@@ -39,8 +41,8 @@ class _Alike(QuantizedSource):
     """Quantized as `served`, whose activations are rounded as the served checkpoint asks, where that takes no scales of
     its own."""
 
-    def __init__(self, source: ExpertSource, served: LayerInfo) -> None:
-        super().__init__(source, served.w13)
+    def __init__(self, source: ExpertSource, served: LayerInfo, on: torch.device | None) -> None:
+        super().__init__(source, served.w13, on)
         self._rounding = ActivationQuant.NONE if served.static_scales else served.checkpoint_activation
 
     def info(self, layer: int) -> LayerInfo:
@@ -57,9 +59,9 @@ def checkpoint_of(source: ExpertSource) -> Checkpoint | None:
     return source if isinstance(source, Checkpoint) else None
 
 
-def alike(source: Checkpoint, layer: int, served: LayerInfo) -> ExpertSource:
-    """`source` with the layer in the scheme that is served: quantized while it is read, if it is not yet.  Raises
-    BootError where that cannot be."""
+def alike(source: Checkpoint, layer: int, served: LayerInfo, on: torch.device | None = None) -> ExpertSource:
+    """`source` with the layer in the scheme that is served: quantized while it is read, if it is not yet.  on: the
+    accelerator where it is.  Raises BootError where that cannot be."""
     found = source.info(layer)
     plain = cast("ExpertSource", source)
     if (found.w13, found.w2) == (served.w13, served.w2) or not (
@@ -74,7 +76,7 @@ def alike(source: Checkpoint, layer: int, served: LayerInfo) -> ExpertSource:
             " matrices; send them quantized, as the served checkpoint has them"
         )
     try:
-        return _Alike(plain, served)
+        return _Alike(plain, served, on)
     except ValueError as e:
         raise BootError(f"layer {layer}: {e}") from e
 

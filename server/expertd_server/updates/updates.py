@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from torch import Tensor
+
 from expertd.errors import (
     ChangePendingError,
     ChangeRefusedError,
@@ -35,12 +37,14 @@ from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.kept import open_kept
 from expertd_kernels.checkpoint.received import Received
+from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.sources.source import ExpertSource
-from expertd_server.boot.assignment import BootError, files_state
+from expertd_server.boot.assignment import Assignment, BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.residence.residence import FIRST, Residence, Weights
 from expertd_server.service.response import error_of
+from expertd_server.updates.memory import TrainerMemory, memory_refusal, room_on
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
@@ -78,6 +82,7 @@ class Job:
     """An update under way.
 
     received     tensors that are put; None: the server reads `folder`, whose files were as `files` says
+    memories     of the trainer's GPU, that tensors are read from
     waiting_limit_bytes  of tensors that may wait to be packed; 0 = not known
     ended        set when every layer is ready, or with `error`
     """
@@ -89,11 +94,17 @@ class Job:
     folder: Checkpoint | None
     files: str
     memory: MemoryPlan | None
+    memories: TrainerMemory
     waiting_limit_bytes: int
     state: pb.UpdateState = pb.UPDATE_STATE_RECEIVING
     error: ExpertdError | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     lease: threading.Timer | None = None
+
+    def end_lease(self) -> None:
+        lease, self.lease = self.lease, None  # which has the job, and the job what was served when it began
+        if lease is not None:
+            lease.cancel()
 
 
 class Updates:
@@ -211,10 +222,12 @@ class Updates:
                     " a folder in BeginUpdateRequest.checkpoint"
                 )
             base = self._base() if asked.delta else None
-            received = Received(self._checkpoint, {n: b.assignment.held for n, b in booted.items()}, base)
+            held = {n: b.assignment.held for n, b in booted.items()}
+            received = Received(self._checkpoint, held, base, room_on(self._residence.weights.workshop.device))
             take = received.take
         packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
-        return Job(asked, version, packing, received, folder, files, memory, self._waiting_limit(memory))
+        memories = TrainerMemory(self._residence.weights.workshop.device)
+        return Job(asked, version, packing, received, folder, files, memory, memories, self._waiting_limit(memory))
 
     def _keep(self, version: Version, layer: int, source: Checkpoint, held: Sequence[int]) -> None:
         """Write the tensors of a layer for a restart.  Raises BootError."""
@@ -249,8 +262,11 @@ class Updates:
 
     def _waiting_limit(self, memory: MemoryPlan | None) -> int:
         """What is left beside two versions, at least of a layer."""
-        if memory is None or memory.kind != "cpu":
+        if memory is None:
             return 0
+        if memory.kind != "cpu":  # pinned, so no more than a few layers where there is little
+            most = max(4 * _elements(b.assignment) for b in self._residence.booted.values())
+            return max(3 * most, available_bytes() // 2)
         free = free_bytes(self._residence.weights.workshop.device)
         left = [free - memory.weights // 2 - memory.loading] if free else []
         left += [memory.limit - memory.peak] if memory.limit else []
@@ -280,17 +296,44 @@ class Updates:
             raise ChangePendingError(f"update {update!r}: was prepared; want no tensors put any more")
         kept = ignored = 0
         for p in parts:
-            _require_waiting_room(job, received, len(p.data))
             try:
-                encoding = _ENCODING.get(p.delta, "unknown")
-                mine = received.put(p.name, p.dtype, list(p.shape), p.offset, p.data, p.sha256, encoding, p.checksum)
+                mine, nbytes = self._put_memory(job, p) if p.HasField("memory") else self._put_bytes(job, p)
             except (CheckpointError, OSError) as e:  # also no memory for it
                 raise ChangeRefusedError(f"update {update!r}: {e}") from e
-            kept, ignored = (kept + len(p.data), ignored) if mine else (kept, ignored + len(p.data))
+            kept, ignored = (kept + nbytes, ignored) if mine else (kept, ignored + nbytes)
         if kept:
             self._metrics.put(kept)
             job.packing.wake()
         return job, kept, ignored
+
+    @staticmethod
+    def _put_bytes(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
+        """(whether it is of an expert that is held, bytes).  Raises CheckpointError, OSError, QueueFullError."""
+        assert job.received is not None
+        data = p.data  # each time a copy
+        _require_waiting_room(job, job.received, len(data))
+        encoding = _ENCODING.get(p.delta, "unknown")
+        shape = list(p.shape)
+        mine = job.received.put(p.name, p.dtype, shape, p.offset, data, p.sha256, encoding, p.checksum)
+        return mine, len(data)
+
+    @staticmethod
+    def _put_memory(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
+        """The same of a tensor that is read where it lies."""
+        assert job.received is not None
+        if p.data or p.offset or p.sha256 or p.delta or p.checksum:
+            raise CheckpointError(f"{p.name}: lies in memory of a GPU: want no bytes, no hash and no difference of it")
+        at, sizes = p.memory, [0]
+
+        def where(nbytes: int) -> Tensor:
+            sizes[0] = nbytes
+            return job.memories.tensor(p.name, at.handle, at.offset, nbytes)
+
+        return job.received.put_memory(p.name, p.dtype, list(p.shape), where), sizes[0]
+
+    def memory_refusal(self) -> str:
+        """ "" where tensors may lie in memory of a GPU of this host, else why not."""
+        return memory_refusal(self._residence.weights.workshop.device)
 
     def seal(self, update: str) -> Job:
         """Nothing more is put.  job.ended is set when it is ready, or has failed.  Raises ChangeRefusedError where
@@ -305,8 +348,7 @@ class Updates:
                 if job.received is not None and job.asked.delta:
                     job.received.rest_of_base()
                     job.packing.wake()
-                if job.lease is not None:
-                    job.lease.cancel()
+                job.end_lease()
                 threading.Thread(target=self._ready, args=(job,), name="expertd-update-ready", daemon=True).start()
                 return job
         more = f" (and so for {len(missing) - 1} other layers)" if len(missing) > 1 else ""
@@ -322,8 +364,7 @@ class Updates:
             job = self._of(update)
             if job.state != pb.UPDATE_STATE_READY:
                 raise ChangePendingError(f"update {update!r}: is {_word(job.state)}; want it ready: prepare it first")
-            if job.lease is not None:
-                job.lease.cancel()
+            job.end_lease()
             weights = self._weights(job)
             try:
                 self._remember(job.version)
@@ -399,8 +440,7 @@ class Updates:
             )
 
     def _renew(self, job: Job) -> None:
-        if job.lease is not None:
-            job.lease.cancel()
+        job.end_lease()
         if job.state == pb.UPDATE_STATE_PACKING:
             return
         error = ChangeRefusedError(f"update {job.asked.update!r}: no call about it for {job.asked.lease_s:g} s")
@@ -411,6 +451,7 @@ class Updates:
     def _ready(self, job: Job) -> None:
         """Wait for the last layer.  On a thread of its own."""
         job.packing.ended.wait()
+        job.memories.close()
         with self._lock:
             if self._job is not job or job.error is not None:
                 return
@@ -433,10 +474,10 @@ class Updates:
             if self._job is not job or job.error is not None:
                 return
             job.error = error
-            if job.lease is not None:
-                job.lease.cancel()
+            job.end_lease()
         job.packing.stop()
         job.received = None
+        job.memories.close()
         self._store.drop_but([self.version, *([] if self.before is None else [self.before])])
         with self._lock:
             self._job = None
@@ -504,6 +545,12 @@ def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
     raise QueueFullError.about(
         "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
     )
+
+
+def _elements(held: Assignment) -> int:
+    """Weights of the experts that are held of a layer."""
+    i = held.info
+    return len(held.held) * (i.activation.segments + 1) * i.hidden_size * i.intermediate_size
 
 
 def _word(state: pb.UpdateState) -> str:

@@ -73,11 +73,7 @@ class BatchMetrics(Collector):
         self._each_expert = each_expert
         self._looking = threading.Lock()
         self._batch_tokens, self._batch_requests = HistogramTally(_TOKENS), HistogramTally(_TOKENS[:11])
-        self._queue, self._copy_in, self._copy_out = (
-            HistogramTally(SECONDS),
-            HistogramTally(SECONDS),
-            HistogramTally(SECONDS),
-        )
+        self._queue, self._copy_in, self._copy_out = (HistogramTally(SECONDS) for _ in range(3))
         self._kernel: dict[str, HistogramTally] = {}
         self._tokens: dict[int, int] = {}
         self._experts: dict[int, _Experts] = {}

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+import expertd
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
 from expertd_server.views.batch_metrics import BatchMetrics
 from expertd_server.views.call_metrics import RPC, SERVICE, Calls, Rpc
@@ -22,7 +23,7 @@ from expertd_server.views.update_metrics import UpdateMetrics
 
 __all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
 
-VERSION = importlib.metadata.version("expertd")
+VERSION = expertd.__version__
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from connection_kit import E, H
 from software_gpu import MISSING, STREAM, enter, inputs
 
-from expertd.errors import UnavailableError
+from expertd.errors import UnavailableError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.device.transport import DeviceTransport
@@ -47,6 +47,7 @@ def on_gpu(monkeypatch):
     """Tensors count as lying on GPU 0."""
     monkeypatch.setattr(torch_experts, "_gpu_of", lambda x: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def remote(open_session, **facts):
@@ -112,3 +113,63 @@ def test_a_session_that_broke_is_opened_again(server, on_gpu, monkeypatch):
     way.close()
     experts(x, ids.abs(), w)
     assert (far.requests, way.reason) == (2, "closed")
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """Sets whether the current stream counts as being captured."""
+    now = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[0])
+    return lambda value: now.__setitem__(0, value)
+
+
+def test_a_graph_keeps_its_session_when_the_server_is_replaced(server, on_gpu, capturing, monkeypatch):
+    callers = iter(("one", "two"))  # the first session is not really lost
+    experts, _far, way = remote(lambda: enter(server, next(callers)))
+    x, ids, w = inputs(5)[0]
+    experts(x, ids.abs(), w)
+    capturing(True)
+    experts(x, ids.abs(), w)
+    capturing(False)
+    experts.check(0)
+    first = way._session
+    monkeypatch.setattr(first, "_lost", True)
+    with pytest.raises(UnavailableError, match="the server ended it"):
+        experts.check(0)
+    experts(x, ids.abs(), w)  # by another way, and the session is lost
+    assert way._session is None
+    assert not first._closed, "a replay writes into its memory"
+    way._not_before_s = 0.0
+    experts(x, ids.abs(), w)
+    second = way._session
+    with pytest.raises(UnavailableError, match="the server ended it"):
+        experts.check(0)
+    capturing(True)
+    experts(x, ids.abs(), w)
+    capturing(False)
+    experts.check(0)
+    way.close()
+    assert first._closed
+    assert second._closed
+
+
+def test_a_capture_that_cannot_go_from_gpu_to_gpu_is_refused(server, on_gpu, capturing, monkeypatch):
+    experts, far, way = remote(lambda: enter(server))
+    x, ids, w = inputs(5)[0]
+    capturing(True)
+    with pytest.raises(UnsupportedCombinationError, match="call the module once before the capture"):
+        experts(x, ids.abs(), w)
+    with monkeypatch.context() as patch:
+        patch.setattr(way, "start", way.forward)  # its own stream is the GPU's
+        with pytest.raises(UnsupportedCombinationError, match="a CUDA graph that is captured"):
+            experts.start(x, ids.abs(), w)
+    capturing(False)
+    experts(x, ids.abs(), w)
+    monkeypatch.setattr(way._session, "_lost", True)
+    capturing(True)
+    with pytest.raises(UnavailableError, match="the server ended it"):
+        experts(x, ids.abs(), w)
+    assert way._session is not None, "closing it waits for the GPU"
+    assert far.requests == 0
+    capturing(False)
+    way.close()

@@ -4,6 +4,7 @@ in between is a function."""
 import asyncio
 import gc
 import os
+import sys
 import threading
 import time
 
@@ -313,3 +314,34 @@ async def test_a_loop_looks_by_itself_for_answers_that_come_soon_and_not_for_oth
         assert not slow.done()
         sums.gate.set()
         await slow
+
+
+@pytest.mark.parametrize(("kind", "most"), [("numpy", 60), ("torch", 90)])
+def test_a_small_forward_takes_few_steps_of_python(engine, kind, most):
+    """Between two calls of an engine all of it is cold, and each step costs several times what it does in a loop."""
+    listener = ShmListener(engine, arena_bytes=8 << 20)
+    listener.start()
+    try:
+        with connected(listener, "shm") as client:
+            args, _ = inputs(1, kind)
+            for _ in range(3):
+                client.forward(0, *args)
+            assert steps_of(lambda: client.forward(0, *args)) <= most
+    finally:
+        listener.close()
+
+
+def steps_of(code):
+    """Calls of functions, in Python and in C, that `code` makes in this thread."""
+    steps = 0
+
+    def count(frame, event, argument):
+        nonlocal steps
+        steps += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        code()
+    finally:
+        sys.setprofile(None)
+    return steps

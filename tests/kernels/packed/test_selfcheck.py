@@ -197,3 +197,26 @@ def test_bounds() -> None:
     with pytest.raises(ValueError, match="want at least 1"):
         self_check(ReferenceExperts(w), w, p, reference_experts=0)
     assert boot_reference_experts(w) == 16
+
+
+def test_only_calls_of_the_experts_are_run_where_nothing_else_may() -> None:
+    w = random_weights("int8_channel", 4, 64, 32)
+    e, p = right(w, top_k=2)
+    inside, calls = [False], []
+
+    class Watched:
+        backend = e.backend
+
+        def __call__(self, *args: object, **more: object) -> torch.Tensor:
+            assert inside[0]
+            calls.append(1)
+            return e(*args, **more)  # type: ignore[arg-type]
+
+    def run(work):  # type: ignore[no-untyped-def]
+        inside[0] = True
+        out = work()
+        inside[0] = False
+        return out
+
+    assert check(Watched(), prove(w, p), p, w, run).ok  # type: ignore[arg-type]
+    assert len(calls) == 3

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
+from adversarial import adversarial, e4m3_bits, int4_bits, int8_bits, mxfp4_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from expertd_kernels import QuantTensor, Scheme, Weights, relative_error
 from expertd_kernels.sources.quantized import QuantizedSource
 from expertd_kernels.sources.synthetic import SyntheticModel, random_weights
-from expertd_kernels.weights.canonical import E2M1_VALUES
+from expertd_kernels.weights import quantize as quantize_module
+from expertd_kernels.weights.canonical import E2M1_VALUES, unpack_nibbles
 from expertd_kernels.weights.quantize import encode, quantize, quantize_matrix, round_e2m1, scheme_named
 from expertd_kernels.weights.scheme import Element, ScaleType
 
@@ -244,3 +248,50 @@ def test_candidates_keep_the_sign_of_scales() -> None:
     q = quantize_matrix(matrix(w), Scheme.parse("int4_g32"))
     assert q.scales is not None
     assert [float(s) for s in itertools.chain(*q.scales[0].sign().tolist())] == [-1.0, 1.0]
+
+
+SERVED = ("int4_g128", "mxfp4", "int8_channel", "e4m3_block128")
+
+
+def blocks_of(w: Tensor, rows: int, columns: int) -> NDArray[np.float32]:
+    E, N, K = w.shape
+    split = w.view(E, N // rows, rows, K // columns, columns).transpose(2, 3)
+    return split.reshape(-1, rows * columns).numpy()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_bits_are_those_of_the_rules(name: str) -> None:
+    """Every step is IEEE's: so any device that follows them gives the same bits."""
+    w = adversarial(2, 256, 512)
+    q = quantize_matrix(matrix(w, segments=2), Scheme.parse(name))
+    assert q.scales is not None
+    if name == "int4_g128":
+        codes, scales = int4_bits(blocks_of(w, 1, 128))
+        got = unpack_nibbles(q.codes, 512).numpy().reshape(codes.shape)
+    elif name == "mxfp4":
+        codes, scales = mxfp4_bits(blocks_of(w, 1, 32))
+        got = unpack_nibbles(q.codes, 512).numpy().reshape(codes.shape)
+    elif name == "int8_channel":
+        codes, scales = int8_bits(blocks_of(w, 1, 512))
+        got = q.codes.numpy().reshape(codes.shape)
+    else:
+        codes, scales = e4m3_bits(blocks_of(w, 128, 128))
+        got = blocks_of(q.codes.view(torch.uint8), 128, 128)
+    assert np.array_equal(got, codes)
+    assert np.array_equal(q.scales.float().flatten().numpy(), scales.astype(np.float32).flatten())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shape", [(3, 16, 256), (3, 160, 288)])
+def test_bits_do_not_depend_on_how_many_weights_are_rounded_at_a_time(
+    name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An accelerator takes many experts at a time."""
+    source = matrix(adversarial(*shape), segments=2 if shape[1] % 32 == 0 else 1)
+    found = []
+    for elements in (1 << 11, 1 << 14, 1 << 24):
+        monkeypatch.setattr(quantize_module, "_at_once", lambda w, elements=elements: elements)
+        found.append(quantize_matrix(source, Scheme.parse(name)))
+    for other in found[1:]:
+        for (field, t), (_, same) in zip(found[0].tensors(), other.tensors(), strict=True):
+            assert torch.equal(t.view(torch.uint8), same.view(torch.uint8)), field

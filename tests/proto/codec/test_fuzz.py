@@ -290,9 +290,7 @@ def check_parity(kind: Kind, data: bytes) -> bool:
         check_head(data, message)
     try:
         got = plain_view(decode_fast(data))
-    except (
-        MalformedMessageError
-    ) as e:  # a small message longer than expertd.common.bounds allows: no other one may be refused
+    except MalformedMessageError as e:  # a small message longer than common.bounds allows: no other one may be refused
         if re.search(r"got \d{3,} bytes, want at most \d{3}$", e.message):
             return False
         raise

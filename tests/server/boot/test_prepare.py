@@ -31,7 +31,7 @@ def warmed(max_tokens: int, routes=(), **problem) -> Records:
     p = Problem(Device("cpu", "x86_64"), INT4, INT4, 3, 64, 32, **problem)
     experts = Records()
     workshop = Workshop(None, torch.device("cpu"), max_tokens=max_tokens, routes=routes)
-    took = warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=module._sizes(max_tokens))
+    took = warm_up(experts, Assignment(None, (0, 1, 2), decide(p)), workshop, on_cpu=module.warm_sizes(max_tokens))
     again, experts.calls = experts.calls[1::2], experts.calls[::2]
     assert again == experts.calls, "each is computed, and then timed"
     assert [(tokens, k) for tokens, k, _ in took] == [(c[0][0], c[2][1]) for c in experts.calls]
@@ -49,7 +49,7 @@ def test_sizes_are_those_that_batches_are_padded_to_and_the_largest():
 def test_every_batch_is_planned_for_a_size_that_was_warmed_up():
     """Rows choose kernels by planned(tokens): none is met first under load."""
     for most in (1, 5, 100, 511, 512, 513, 700, 1024, 2900, 4096, 5000):
-        warm = {planned(n) for n in module._sizes(most)}
+        warm = {planned(n) for n in module.warm_sizes(most)}
         assert {planned(n) for tokens in range(1, most + 1) for n in (tokens, padded(tokens)) if n > 512} <= warm, most
         assert {padded(n) for n in range(1, min(most, 512) + 1)} <= warm, most
 

@@ -63,7 +63,7 @@ def test_graphs_are_counted_as_they_are_captured(layers, tokens):
     ("tokens", "top_k", "experts"), [(1, 1, 1), (1, 8, 128), (70, 4, 64), (100, 8, 6), (300, 8, 256), (1000, 2, 512)]
 )
 def test_a_lane_has_room_for_every_batch_that_the_core_cuts(tokens, top_k, experts):
-    """At most tokens x top_k routes together (lines.cpp), any number for a token."""
+    """At most tokens x top_k routes together (queues.cpp), any number for a token."""
     needed = [padded(n) * k for n in range(1, tokens + 1) for k in range(1, experts + 1) if n * k <= tokens * top_k]
     assert batch_slot_routes(tokens, top_k, experts) == max(needed)
 

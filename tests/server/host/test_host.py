@@ -22,9 +22,11 @@ from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import BootError, open_source
+from expertd_server.boot.compiling import KernelsAhead
 from expertd_server.boot.layers import Stopped
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address, Ranges, Shard
+from expertd_server.host import host as host_module
 from expertd_server.host.host import Host
 from expertd_server.residence import residence
 
@@ -427,3 +429,49 @@ def test_hosts_that_are_gone_leave_no_descriptor_open():
     for _ in range(3):
         one()
     until(lambda: len(opened()) <= before)  # gRPC closes what it polls a moment later
+
+
+class Kernels(KernelsAhead):
+    """What compiles ahead, which only notes what it is asked."""
+
+    wanted = True
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.steps: list[object] = []
+
+    def give(self, assignments, where, most, routes=(), say=None):
+        self.steps.append(("give", [a.decision.chosen.name for a in assignments], say is not None))
+
+    def wait(self):
+        self.steps.append("wait")
+
+    def close(self):
+        self.steps.append("close")
+
+
+def test_kernels_are_compiled_before_packages_are_imported_and_waited_for_before_they_are_called(monkeypatch):
+    kernels = Kernels()
+    packages_for = host_module.packages_for
+
+    def imports(*arguments):
+        kernels.steps.append("import")
+        return packages_for(*arguments)
+
+    monkeypatch.setattr(host_module, "packages_for", imports)
+    host = Host(ServeConfig(**TINY), kernels=kernels)
+    try:
+        host.start()
+        host.ready(60)
+    finally:
+        host.close()
+    chosen = ["reference"] * len(host.residence.booted)
+    assert kernels.steps[:3] == [("give", chosen, False), "import", ("give", chosen, True)]
+    assert kernels.steps[3:] == ["wait"] * len(chosen) + ["close"]
+
+
+def test_a_start_that_is_refused_leaves_nothing_that_compiles():
+    kernels = Kernels()
+    with pytest.raises(BootError):
+        Host(ServeConfig(**(TINY | {"backend": "no-such"})), kernels=kernels).start()
+    assert kernels.steps == ["close"]

@@ -126,14 +126,14 @@ def test_an_offer_is_answered(service):
 
 
 def test_a_stream_has_few_tokens_that_nobody_used(service, monkeypatch):
-    class Door:
+    class Offered:
         asked = 0
 
         def offer(self, caller, host):
             self.asked += 1
             return "t", "e", ""
 
-    listener, peer = Door(), Peer(service)
+    listener, peer = Offered(), Peer(service)
     monkeypatch.setattr(service, "offered", {"shm": listener})
     for _ in range(300):
         peer.session.take(pb.SessionOffer(transports=["shm"]), time.monotonic_ns())

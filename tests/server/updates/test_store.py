@@ -137,13 +137,13 @@ def test_a_full_disk_refuses_the_update_and_the_old_version_goes_on(serve, folde
 
 
 def test_full_memory_refuses_the_update_and_the_old_version_goes_on(serve, folder, monkeypatch):
-    from expertd_kernels.checkpoint import received
+    from expertd_kernels.checkpoint import in_memory
 
     server = serve(trained.config(folder))
     first = server.answers()
     server.call("BeginUpdate", update="u")
     with monkeypatch.context() as patch:
-        patch.setattr(received.os, "pwrite", full)
+        patch.setattr(in_memory.os, "pwrite", full)
         with pytest.raises(ChangeRefusedError, match="No space left"):
             server.call("PutWeights", update="u", parts=trained.parts(trained.step(2)))
     server.call("AbortUpdate", update="u")

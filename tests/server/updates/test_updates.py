@@ -27,6 +27,7 @@ from expertd_kernels.checkpoint.writer import quantize_checkpoint
 from expertd_kernels.weights.quantize import scheme_named
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Ranges
+from expertd_server.residence import residence
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -342,3 +343,13 @@ def test_memory_is_given_back(serve, folder):
     gc.collect()
     assert [all(ref() is not None for ref in refs) for refs in seen] == [False, False, False, True]
     assert not any(ref() is not None for refs in seen[:-1] for ref in refs)
+
+
+def test_old_versions_go_without_a_search_for_garbage(serve, folder, monkeypatch):
+    """Which holds up everything in a large process for a third of a second."""
+    searched = []
+    monkeypatch.setattr(residence, "_collect_garbage", lambda: searched.append(1))
+    server = serve(trained.config(folder))
+    for number in range(2, 6):
+        server.update(trained.step(number), name=f"u{number}")
+    assert not searched

@@ -1,5 +1,4 @@
-"""What became of requests that were sent with a deadline, and what it comes to: values in, an OverloadMeasurement
-out."""
+"""What became of requests that were sent with a deadline, and what that comes to: values in, a measurement out."""
 
 from __future__ import annotations
 

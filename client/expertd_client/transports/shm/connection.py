@@ -137,7 +137,7 @@ class ShmConnection(BlockingConnection):
         super().__init__(self._memory, deliver, closed)
 
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
-        if self._pinnable and on_gpu(request) and (pinned := self._pin()) is not None:
+        if not request.plain and self._pinnable and on_gpu(request) and (pinned := self._pin()) is not None:
             return self._call_from_gpu(pinned, request, deadline, traced)
         return super().call(request, deadline, traced)
 

@@ -32,6 +32,8 @@ _PORTABLE = 1
 def on_gpu(request: Request) -> bool:
     """Whether its hidden states lie on a GPU, and its routes in tensors of torch.  Outputs of e4m3 go by way of the
     host."""
+    if getattr(request.hidden_states, "is_cpu", False):
+        return False
     device = device_of(request.hidden_states)
     if device is None or device.type != "cuda" or request.dtypes[0] == pb.DATA_TYPE_E4M3:
         return False

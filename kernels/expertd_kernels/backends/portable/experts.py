@@ -11,7 +11,15 @@ import torch
 import triton
 from torch import Tensor
 
-from expertd_kernels.backends.device import capturing, multiprocessors, on, shared_bytes, stream_of
+from expertd_kernels.backends.device import (
+    absent,
+    capturing,
+    multiprocessors,
+    nvidia_of,
+    on,
+    shared_bytes,
+    stream_of,
+)
 from expertd_kernels.backends.kernel_keys import settle
 from expertd_kernels.backends.portable import combine as combining
 from expertd_kernels.backends.portable import gemm, rounded, route
@@ -85,16 +93,16 @@ class TritonExperts:
         self.hidden_size, self.intermediate_size = w13.k, w2.k
         self.rounded = activation_quant is not ActivationQuant.NONE
         interpreted = not isinstance(gemm.expert_gemm, triton.JITFunction)
-        nvidia = self.device.type == "cuda" and torch.version.hip is None and not interpreted
-        self.ptx = nvidia
+        gpu = None if interpreted else nvidia_of(self.device)
+        self.ptx = gpu is not None
         self.soft = interpreted
-        self.pdl = nvidia and torch.cuda.get_device_capability(self.device) >= (9, 0)
+        self.pdl = gpu is not None and gpu.capability >= (9, 0)
         self.one_plan = False
         self._planner = planner
         self._plans: dict[tuple[int, int], TilingPlan] = {}
         self._fewer_stages: dict[tuple[Any, ...], int] = {}
         self._recordings: dict[tuple[Any, ...], Recording] = {}
-        self._replays = nvidia
+        self._replays = gpu is not None and absent() is None
 
     def plan(self, tokens: int, top_k: int) -> TilingPlan:
         """The plan of a batch: the same one for sizes that are planned alike."""

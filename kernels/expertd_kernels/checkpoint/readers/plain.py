@@ -6,7 +6,7 @@ from expertd_kernels.checkpoint.formats import Format
 from expertd_kernels.checkpoint.readers.protocol import Layout, Part, Unit
 from expertd_kernels.weights.scheme import Element, Scheme
 
-__all__ = ["FORMATS", "layout", "read"]
+__all__ = ["FORMATS", "layout", "read", "turned"]
 
 _ELEMENT = {"BF16": Element.BF16, "F16": Element.F16, "F32": Element.F32}
 _FLOATS = "BF16 F16 F32"
@@ -19,31 +19,31 @@ def _suffix(unit: Unit) -> str:
     return "weight" if unit.has("weight") else ""
 
 
-def _transposed(unit: Unit) -> bool:
+def turned(unit: Unit) -> bool:
     """Whether the tensor lies [k, n].  One expert a tensor never does; fused ones by shape, square ones by family."""
     shape = unit.stored(_suffix(unit)).shape
     if not unit.fused:
         return False
-    straight, turned = shape == (unit.n, unit.k), shape == (unit.k, unit.n)
-    if unit.n and unit.k and not straight and not turned:
+    straight, other = shape == (unit.n, unit.k), shape == (unit.k, unit.n)
+    if unit.n and unit.k and not straight and not other:
         raise unit.error(
             f"shape {list(shape)} of one expert", f"{[unit.n, unit.k]} or {[unit.k, unit.n]}", _suffix(unit)
         )
-    return unit.transposed if straight == turned else turned
+    return unit.transposed if straight == other else other
 
 
 def layout(unit: Unit) -> Layout:
     t = unit.stored(_suffix(unit))
     if len(t.shape) != 2:
         raise unit.error(f"shape {list(t.shape)} of one expert", "two dimensions", _suffix(unit))
-    n, k = reversed(t.shape) if _transposed(unit) else t.shape
+    n, k = reversed(t.shape) if turned(unit) else t.shape
     return Layout(Scheme(_ELEMENT[t.dtype]), n, k, bias=unit.has("bias"))
 
 
 def read(unit: Unit) -> Part:
     stored = unit.stored(_suffix(unit))
     bias = unit.read("bias") if unit.has("bias") else None
-    return Part(stored.read().t() if _transposed(unit) else stored, bias=bias)
+    return Part(stored.read().t() if turned(unit) else stored, bias=bias)
 
 
 FORMATS = (

@@ -181,7 +181,7 @@ class Core {
   std::condition_variable computing_;
   std::thread poller_;
   std::atomic<bool> closing_{false};
-  bool left_door_ = false;
+  bool lent_ = false;
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;

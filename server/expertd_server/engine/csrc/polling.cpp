@@ -17,7 +17,7 @@ constexpr int kLookMs = 5;
 void Core::lend_to_poller(const LayerWork& work, uint32_t rows, uint32_t top_k) {
   const double expected = work.times.expect(rows, top_k);
   if (config_.device || (expected > 0 && expected < kLongNs) || driver_.load() != kOwn) return;
-  left_door_ = true;
+  lent_ = true;
   if (ports_.empty()) return driver_.store(kComputing);  // for sweep() alone
   if (!poller_.joinable()) poller_ = std::thread(&Core::run_poller, this);
   for (auto& p : ports_) p->sleeps(true);
@@ -31,8 +31,8 @@ void Core::lend_to_poller(const LayerWork& work, uint32_t rows, uint32_t top_k) 
 
 // After it.
 void Core::take_from_poller() {
-  if (!left_door_) return;
-  left_door_ = false;
+  if (!lent_) return;
+  lent_ = false;
   for (int computing = kComputing; !driver_.compare_exchange_weak(computing, kOwn); computing = kComputing) sched_yield();
   for (auto& p : ports_) p->sleeps(false);
 }
@@ -46,7 +46,7 @@ void Core::run_poller() {
     bool moved = false;
     for (int n = 0;; n = epoll_wait(epoll_, events, 16, moved ? 0 : kLookMs)) {
       int computing = kComputing;
-      if (closing_.load()) break;  // nobody takes this door again: the batch does not end, or nobody said that it has
+      if (closing_.load()) break;  // nobody takes the ports back: the batch does not end, or nobody said that it has
       if (!driver_.compare_exchange_strong(computing, kBorrowed)) {
         if (computing == kBorrowed) continue;  // by a submitter, for a moment: look again
         break;  // the bells that rang are left to the core

@@ -95,6 +95,7 @@ class AdminTransport:
 
     def close(self) -> None:
         """At once; a change that is prepared or committed goes on.  May be called twice."""
+        self._weights.close()
         server, self._server = self._server, None
         if server is not None:
             LOOP.run(server.stop(0))

@@ -15,6 +15,7 @@ from expertd.v1 import weights_service_pb2_grpc as stubs
 from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.security import Gate
+from expertd_server.transports.trainer_listener import TrainerListener
 from expertd_server.updates.updates import Job, UpdateRequest, Updates
 from expertd_server.updates.versions import version_message
 from expertd_server.views.describe import memory_message
@@ -35,6 +36,11 @@ class WeightsServicer(stubs.WeightsServiceServicer):
 
     def __init__(self, updates: Updates, fingerprint: str, gate: Gate, ready: Callable[[], bool]) -> None:
         self._updates, self._fingerprint, self._gate, self._ready = updates, fingerprint, gate, ready
+        self._trainers = TrainerListener()
+
+    def close(self) -> None:
+        """Trainers' sockets."""
+        self._trainers.close()
 
     async def BeginUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.BeginUpdateRequest, context: Any
@@ -48,7 +54,11 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                 )
             base = updates.version.number
             job = updates.begin(asked)
+            endpoint, token, refusal = self._offer(request)
             return pb.BeginUpdateResponse(
+                memory_endpoint=endpoint,
+                memory_token=token,
+                memory_refusal=refusal,
                 version=job.version.number,
                 base=base,
                 layers=job.packing.layers,
@@ -62,7 +72,13 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         self, request: pb.PutWeightsRequest, context: Any
     ) -> pb.PutWeightsResponse:
         def put() -> pb.PutWeightsResponse:
-            job, kept, ignored = self._updates.put(_named(request), request.parts)
+            name = _named(request)
+            if any(p.HasField("memory") for p in request.parts) and not self._trainers.admitted(name):
+                raise ChangeRefusedError(
+                    f"update {name!r}: tensors in memory of a GPU need a process of this server's user at the endpoint"
+                    " of BeginUpdateResponse, as long as they are put"
+                )
+            job, kept, ignored = self._updates.put(name, request.parts)
             return pb.PutWeightsResponse(kept_bytes=kept, ignored_bytes=ignored, layers_done=len(job.packing.booted))
 
         return await self._do(put, context, "PutWeights")
@@ -112,6 +128,14 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         return await self._do(rollback, context, "RollbackVersion")
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _offer(self, request: pb.BeginUpdateRequest) -> tuple[str, str, str]:
+        """(endpoint, token, why there is none) for tensors in memory of a GPU of this host."""
+        if not request.host_id or request.checkpoint:
+            return "", "", ""
+        if why := self._updates.memory_refusal():
+            return "", "", why
+        return self._trainers.offer(request.update, request.host_id)
 
     def _status(self) -> pb.GetUpdateResponse:
         updates = self._updates

@@ -8,13 +8,13 @@ goes the same way from the first byte on.  What the protocol has beside that is 
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
+import expertd
 from expertd.codec import ForwardRequestView
 from expertd.errors import LayerNotHeldError, MalformedMessageError, NotReadyError, UnimplementedError
 from expertd.kserve import inference_pb2 as kserve
@@ -30,7 +30,7 @@ from expertd_server.views.call_metrics import Rpc
 __all__ = ["KSERVE", "KServe"]
 
 KSERVE = kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-VERSION = importlib.metadata.version("expertd")
+VERSION = expertd.__version__
 
 
 class KServe:

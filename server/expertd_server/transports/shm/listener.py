@@ -203,7 +203,7 @@ class ShmListener:
         for guest in list(self._guests.values()):
             if guest.handle and unwelcome(guest.caller):
                 with contextlib.suppress(OSError):  # it goes by itself
-                    guest.sock.shutdown(socket.SHUT_RDWR)  # which the door's thread hears
+                    guest.sock.shutdown(socket.SHUT_RDWR)  # which the listener's thread hears
 
     def close(self) -> None:
         """Ends every session."""
@@ -226,7 +226,7 @@ class ShmListener:
             return f"the server has {len(taken)} sessions from GPUs, and no memory of its GPU for more"
         return f"the server's shared memory is used up: {self._most} bytes for all sessions, {self._each} for each"
 
-    # ---- the door's thread -------------------------------------------------------------------------------------------
+    # ---- the listener's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing:

@@ -41,7 +41,7 @@ _WILDCARDS = ("0.0.0.0", "::")
 
 
 class ServedConnections(Protocol):
-    """Sessions whose clients were let in: engine.tcp_connections.TcpConnections."""
+    """Connections whose clients were let in: engine.tcp_connections.TcpConnections."""
 
     bell: int
 
@@ -162,7 +162,7 @@ class TcpListener:
         self._thread.join(10)
         os.close(self._wake)
 
-    # ---- the door's thread -------------------------------------------------------------------------------------------
+    # ---- the listener's thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poll = select.poll()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from expertd_kernels.backends.device import absent
+
 __all__ = ["Gpu", "current_gpu"]
 
 
@@ -20,7 +22,9 @@ class Gpu:
 
 
 def current_gpu() -> Gpu:
-    """The current CUDA device."""
+    """The current CUDA device, or the one that this process compiles for (device.compile_for)."""
+    if gpu := absent():
+        return Gpu(torch.device("cpu"), gpu.name, gpu.multiprocessors)
     device = torch.device("cuda", torch.cuda.current_device())
     facts = torch.cuda.get_device_properties(device)
     return Gpu(device, facts.name, facts.multi_processor_count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,8 @@ def unpack_matrix(parts: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Quan
 
 def _packed_codes(name: str, q: QuantTensor, codec: Codec, rows: int, columns: int, gated: bool) -> Tensor:
     """The packed codes, a few experts at a time: beside them there is never more than a part of the layer."""
+    if (fused := _packed_at_once(q, rows, columns, gated)) is not None:
+        return fused
     E, out = q.shape[0], torch.empty(0)
     for e in range(0, E, _EXPERTS_AT_ONCE):
         some = slice(e, e + _EXPERTS_AT_ONCE)
@@ -82,6 +85,23 @@ def _packed_codes(name: str, q: QuantTensor, codec: Codec, rows: int, columns: i
         packed = packing.pack_codes(codes, q.scheme.element, codec, gated)
         out = packed.new_empty(E, *packed.shape[1:]) if e == 0 else out
         out[some] = packed
+    return out
+
+
+def _packed_at_once(q: QuantTensor, rows: int, columns: int, gated: bool) -> Tensor | None:
+    """int4 codes without padding, on an NVIDIA GPU: a kernel puts them in order.  None: torch has to."""
+    E, N, K = q.shape
+    if q.device.type != "cuda" or torch.version.hip is not None or q.scheme.element is not Element.INT4:
+        return None
+    if (N // q.segments, K) != (rows, columns) or not q.codes.is_contiguous() or q.codes.numel() // 4 > 1 << 30:
+        return None
+    try:
+        code: Any = importlib.import_module("expertd_kernels.backends.gluon.weight_only.packing_code")
+    except ImportError:  # no Triton
+        return None
+    out = torch.empty(E, N // TILE, K // TILE, 4, 32, 4, dtype=torch.int32, device=q.device)
+    with torch.cuda.device(q.device):
+        code.pack_int4(q.codes, out, gated)
     return out
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels compiled ahead, in processes of their own: before a layer is there, and without a GPU."""
