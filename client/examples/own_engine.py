@@ -50,4 +50,6 @@ def main(address: str, compiled: bool) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     sys.exit(main(sys.argv[1], "--compile" in sys.argv))

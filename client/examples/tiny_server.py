@@ -37,6 +37,8 @@ def make(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     folder, options = Path(sys.argv[1]), sys.argv[2:]
     if not (folder / "config.json").exists():
         make(folder)

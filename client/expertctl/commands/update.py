@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least, duration_s
+from expertctl.common.counts import at_least, counted, duration_s
 from expertd.common.tables import console
 from expertd_client.weights import DeltaFolder, Updater, publish_delta_folder
 
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
             if len(served) != 1:
                 raise ValueError(f"--delta: got servers of versions {sorted(served)}, want one version")
             number = publish_delta_folder(updater, args.delta, args.checkpoint, served.pop() - base)
-            out.print(f"version {number} is served by {len(args.address)} servers")
+            out.print(f"version {number} is served by {counted(len(args.address), 'server')}")
         else:
             number = updater.from_checkpoint(args.checkpoint, args.version, label=args.label)
-            out.print(f"version {number} is served by {len(args.address)} servers")
+            out.print(f"version {number} is served by {counted(len(args.address), 'server')}")
     return 0
