@@ -75,7 +75,8 @@ def parts_of_bench():
 def test_no_command_is_left_out():
     stays = {command[0] for module, command, _ in UNTIL_STOPPED if module == "expertd_server.commands.cli"}
     assert set(expertctl.COMMANDS) == {*EXPERTCTL, *ELSEWHERE}
-    assert set(expertd.COMMANDS) == {*EXPERTD, *stays, "quantize"}, "quantize: tests of the writers"
+    others = {"quantize", "prepare"}  # tests of the writers; tests/server/commands/test_prepare.py
+    assert set(expertd.COMMANDS) == {*EXPERTD, *stays, *others}
     assert parts_of_bench() == set(PARTS)
 
 

@@ -38,7 +38,7 @@ def kernels_digest() -> str:
     """Of the sources that name Triton, and of the tests that compile them."""
     kernels = ROOT / "kernels/expertd_kernels"
     sources = [
-        p for room in ("backends", "rows") for p in kernels.glob(f"{room}/**/*.py") if b"triton" in p.read_bytes()
+        p for room in ("backends", "weights") for p in kernels.glob(f"{room}/**/*.py") if b"triton" in p.read_bytes()
     ]
     found = hashlib.sha256()
     for path in sorted([*sources, *(ROOT / "tests/kernels" / name for name in COMPILERS)]):
@@ -94,7 +94,7 @@ def test_a_changed_kernel_is_not_taken_for_the_recorded_one(tmp_path, monkeypatc
     here = kernels_digest()
     kernels = tmp_path / "kernels/expertd_kernels"
     shutil.copytree(ROOT / "kernels/expertd_kernels/backends", kernels / "backends")
-    shutil.copytree(ROOT / "kernels/expertd_kernels/rows", kernels / "rows")
+    shutil.copytree(ROOT / "kernels/expertd_kernels/weights", kernels / "weights")
     for name in COMPILERS:
         (copy := tmp_path / "tests/kernels" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "tests/kernels" / name, copy)
