@@ -82,7 +82,7 @@ def test_the_second_boot_loads_nothing_and_answers_the_same(tmp_path, backend):
     assert (workshop.source.loaded, dict(workshop.lookups)) == ([0, 1], {"miss": 2})
     second, workshop = boot(tmp_path, backend=backend)
     assert (workshop.source.loaded, dict(workshop.lookups)) == ([], {"hit": 2})
-    assert set(workshop.seconds) == {"map", "check", "warm_up"}
+    assert set(workshop.seconds) == {"map", "check", "warm_up", "surface"}
     assert [b.digests for b in second] == [b.digests for b in first] == digests_of("tiny:int4_g128")
     for a, b, y, z in zip(first, second, answers(first), answers(second), strict=True):
         assert torch.equal(y, z)
