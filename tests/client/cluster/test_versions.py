@@ -67,7 +67,7 @@ def knows(cluster, *versions):
     """Waits until each server is known to serve that version."""
     for member in cluster._members.by_address.values():
         cluster._wake(member)
-    until(lambda: tuple(m.versions[0] for m in cluster._members.by_address.values()) == versions)
+    until(lambda: [m.versions[:1] for m in cluster._members.by_address.values()] == [(v,) for v in versions])
     until(lambda: not any(cluster.servers.values()))
 
 
