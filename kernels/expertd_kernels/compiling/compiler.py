@@ -126,18 +126,18 @@ def compile_all(kernels: Sequence[Kernel], processes: int) -> list[str]:
     os.write(give, b"".join(_NUMBER.pack(i) for i in range(len(kernels))))
     os.close(give)
     told, tell = os.pipe()
+    forks = []
     for _ in range(min(processes, len(kernels))):
-        if os.fork() == 0:
+        if (fork := os.fork()) == 0:
             _compile_some(kernels, work, tell)  # does not return
+        forks.append(fork)
     os.close(tell)
     os.close(work)
     with os.fdopen(told, encoding="utf-8", errors="replace") as text:
         faults = text.read().splitlines()
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            _, status = os.wait()
-            if status:
-                faults.append(f"a process ended with {os.waitstatus_to_exitcode(status)}")
+    for fork in forks:  # and for no other child of this process
+        if status := os.waitpid(fork, 0)[1]:
+            faults.append(f"a process ended with {os.waitstatus_to_exitcode(status)}")
     return faults
 
 

@@ -1,6 +1,8 @@
 """What a process without a GPU compiles ahead is what a layer's calls look for in Triton's cache."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -106,9 +108,13 @@ def test_each_number_is_given_to_one_process_and_faults_are_told(tmp_path):
     assert str(os.getpid()) not in {p.read_text() for p in folder.iterdir()}
 
 
-def test_a_process_that_dies_is_told():
-    faults = compile_all([Kernel("k", lambda: os.kill(os.getpid(), 9))], 1)
-    assert faults == ["a process ended with -9"]
+def test_a_process_that_dies_is_told_and_other_children_are_not_waited_for():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        faults = compile_all([Kernel("k", lambda: os.kill(os.getpid(), 9))], 1)
+        assert faults == ["a process ended with -9"]
+        assert other.poll() is None
+        other.communicate(b"\n")
+    assert other.returncode == 0
 
 
 def test_launchers_are_left_out_where_there_is_no_driver(tmp_path, monkeypatch):
