@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -12,8 +10,8 @@ from typing import Any
 from expertd.errors import BadDtypeError, UnavailableError
 from expertd.shm.cuda import CudaError
 from expertd.shm.ipc import exported
-from expertd.shm.region import peer_uid
 from expertd.v1 import weights_service_pb2 as pb
+from expertd_client.transports.shm.entry import entered
 from expertd_client.weights.tensors import dtype_of
 
 __all__ = ["TrainerSession", "on_gpu"]
@@ -80,19 +78,18 @@ class TrainerSession:
 
 def _entered(address: str, answer: pb.BeginUpdateResponse) -> socket.socket:
     """A socket that the server has taken the token of.  Raises UnavailableError."""
-    if not re.fullmatch(r"unix-abstract:expertd-[0-9a-f]{32}", answer.memory_endpoint):
+    if not answer.memory_endpoint:
         why = answer.memory_refusal or "the server reads no memory of a GPU"
         raise UnavailableError(f"{address}: cuda_ipc: {why}")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        sock.settimeout(_OPEN_S)
-        sock.connect("\0" + answer.memory_endpoint.removeprefix("unix-abstract:"))
-        if os.getuid() != 0 and peer_uid(sock) not in (os.getuid(), 0):
-            raise OSError("the endpoint is a process of another user")
-        sock.sendall(answer.memory_token.encode())
-        if not sock.recv(1):
-            raise OSError("the server refused this process: want one of its own user")
+        sock = entered(answer.memory_endpoint, answer.memory_token)
+        try:
+            sock.settimeout(_OPEN_S)
+            if not sock.recv(1):
+                raise OSError("the server refused this process: want one of its own user")
+        except BaseException:
+            sock.close()
+            raise
     except OSError as error:
-        sock.close()
         raise UnavailableError(f"{address}: cuda_ipc: {error}") from error
     return sock

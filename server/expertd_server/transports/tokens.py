@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 import threading
 import time
@@ -47,6 +48,12 @@ class Tokens(Generic[_T]):
             self._forget()
             found = next((t for t in self._open if hmac.compare_digest(t, token)), None)
             return None if found is None else self._open.pop(found)[0]
+
+    def take_said(self, said: bytes) -> _T | None:
+        """take() of the hexadecimal digits that a client sent; None where they are anything else."""
+        if not re.fullmatch(rb"[0-9a-f]{64}", said):  # fromhex() takes spaces, too
+            return None
+        return self.take(bytes.fromhex(said.decode("ascii")))
 
     def waiting(self) -> Sequence[_T]:
         """What tokens that nobody has used yet are for."""

@@ -15,8 +15,10 @@ import os
 import secrets
 import socket
 import threading
+import time
 
 from expertd.shm.region import host_id, peer_uid, supported
+from expertd.tcp.entry import read_exactly
 from expertd_server.transports.tokens import Tokens
 
 __all__ = ["TrainerListener"]
@@ -33,7 +35,7 @@ class TrainerListener:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tickets: Tokens[str] = Tokens()
+        self._tokens: Tokens[str] = Tokens()
         self._listener: socket.socket | None = None
         self._endpoint = ""
         self._inside: tuple[str, socket.socket] | None = None
@@ -50,7 +52,7 @@ class TrainerListener:
                 return "", "", "the server closes"
             if self._listener is None:
                 self._listen()
-            token = self._tickets.issue(update)
+            token = self._tokens.issue(update)
         return (self._endpoint, token, "") if token else ("", "", "too many updates are being begun; try again")
 
     def admitted(self, update: str) -> bool:
@@ -109,14 +111,11 @@ class TrainerListener:
             if peer_uid(sock) not in (os.getuid(), 0):
                 log.warning("updates: refused a process of another user")
                 return None
-            sock.settimeout(_HELLO_S)
-            said = b""
-            while len(said) < _TOKEN_CHARACTERS and (more := sock.recv(_TOKEN_CHARACTERS - len(said))):
-                said += more
+            said = read_exactly(sock, _TOKEN_CHARACTERS, time.monotonic() + _HELLO_S)
             sock.setblocking(False)
-            update = self._tickets.take(bytes.fromhex(said.decode("ascii")))
-        except (OSError, ValueError):
-            update = None
+        except OSError:
+            said = b""
+        update = self._tokens.take_said(said)
         if update is None:
             log.warning("updates: refused a trainer with an invalid token")
         return update

@@ -63,3 +63,13 @@ def test_who_comes_alone_gets_half_and_leaves_room_for_the_next(most):
     assert taken.count("one") == -(-most // 2)
     assert len(taken) <= most
     assert has_share(0, len(taken), most) == (len(taken) < most)
+
+
+@pytest.mark.parametrize("said", [b"", b" " * 64, b"0" * 63, b"0" * 63 + b"\n", b"\xff" * 64])
+def test_what_a_client_said_is_no_token_unless_it_has_the_form_of_one(said):
+    tokens = Tokens()
+    token = tokens.issue("me").encode()
+    assert tokens.take_said(said) is None
+    assert tokens.take_said(b" " + token[1:]) is None
+    assert tokens.take_said(token) == "me"
+    assert tokens.take_said(token) is None

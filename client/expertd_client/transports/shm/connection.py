@@ -14,11 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import re
 import socket
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -29,7 +26,7 @@ from expertd.shm.client import Client
 from expertd.shm.in_flight import SPIN_NS
 from expertd.shm.layout import FORWARD, Completion, Submission
 from expertd.shm.library import LibraryMissingError
-from expertd.shm.region import Region, RegionError, peer_uid, supported
+from expertd.shm.region import Region, RegionError, supported
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.lent import Lent
@@ -42,13 +39,11 @@ from expertd_client.transports.core_transport import AsyncTransport, BlockingTra
 from expertd_client.transports.message import ALIGN, refusal, result_with, timing_of
 from expertd_client.transports.protocol import Closed, ConnectionFullError, Deliver
 from expertd_client.transports.shm.device import Pinned, on_gpu
+from expertd_client.transports.shm.entry import entered
 
 __all__ = ["AsyncShmTransport", "AsyncShmConnection", "ShmTransport", "ShmConnection", "enter_session"]
 
 log = logging.getLogger(__name__)
-
-_CONNECT_S = 2.0
-_AGAIN_S = 0.005
 
 
 _Entered: TypeAlias = tuple[socket.socket, Client]
@@ -88,17 +83,13 @@ class AsyncShmTransport(AsyncTransport[_Entered]):
 
 def enter_session(answer: pb.SessionAnswer) -> _Entered:
     """The session's socket and region.  Raises UnavailableError."""
-    missing = supported()
-    if missing or not re.fullmatch(r"unix-abstract:expertd-[0-9a-f]{32}", answer.endpoint):
-        raise UnavailableError(f"shared memory: {missing or 'the server names an endpoint of another kind'}")
-    if not re.fullmatch(r"[0-9a-f]{64}", answer.token):
-        raise UnavailableError("shared memory: the server gives a token of another form")
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    if missing := supported():
+        raise UnavailableError(f"shared memory: {missing}")
     try:
-        _connect(sock, "\0" + answer.endpoint.removeprefix("unix-abstract:"))
-        if os.getuid() != 0 and peer_uid(sock) not in (os.getuid(), 0):
-            raise RegionError("session: the endpoint is a process of another user")
-        sock.sendall(answer.token.encode())
+        sock = entered(answer.endpoint, answer.token)
+    except OSError as e:
+        raise UnavailableError(f"shared memory: {e}") from e
+    try:
         region = Region.receive(sock)
         try:
             client = Client(region)
@@ -110,19 +101,6 @@ def enter_session(answer: pb.SessionAnswer) -> _Entered:
     except (OSError, RegionError, LibraryMissingError) as e:
         sock.close()
         raise UnavailableError(f"shared memory: {e}") from e
-
-
-def _connect(sock: socket.socket, name: str) -> None:
-    """Again where the listener has no room for the moment.  Raises OSError."""
-    until_s = time.monotonic() + _CONNECT_S
-    sock.settimeout(_CONNECT_S)
-    while True:
-        try:
-            return sock.connect(name)
-        except BlockingIOError:  # EAGAIN: of a Unix socket, its backlog is full
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(_AGAIN_S)
 
 
 class ShmConnection(BlockingConnection):

@@ -138,7 +138,7 @@ class ShmListener:
         self._pool_bytes, self._most_pools = pool_bytes, most_pools
         self._each = region_bytes(ENTRIES, arena_bytes)
         self._lock = threading.Lock()
-        self._tickets: Tokens[_Token] = Tokens()
+        self._tokens: Tokens[_Token] = Tokens()
         self._guests: dict[int, _Client] = {}
         self._why_not = supported()
         self._draining = self._closing = self._open = False
@@ -194,12 +194,12 @@ class ShmListener:
             why = why or self._no_room(caller, on_device)
             if why:
                 return "", "", why
-            token = self._tickets.issue(_Token(caller, on_device))
+            token = self._tokens.issue(_Token(caller, on_device))
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
     def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
         """Ends the sessions of callers who are let in no more, and forgets their tokens."""
-        self._tickets.drop(lambda ticket: unwelcome(ticket.caller))
+        self._tokens.drop(lambda token: unwelcome(token.caller))
         for guest in list(self._guests.values()):
             if guest.handle and unwelcome(guest.caller):
                 with contextlib.suppress(OSError):  # it goes by itself
@@ -216,7 +216,7 @@ class ShmListener:
 
     def _no_room(self, caller: str, on_device: bool) -> str:
         taken = [g.caller for g in list(self._guests.values()) if g.handle and g.on_device == on_device]
-        taken += [t.caller for t in self._tickets.waiting() if t.on_device == on_device]
+        taken += [t.caller for t in self._tokens.waiting() if t.on_device == on_device]
         most = self._most_pools if on_device else self._most // self._each
         if has_share(taken.count(caller), len(taken), most):
             return ""
@@ -270,21 +270,21 @@ class ShmListener:
             self._admit(guest)
 
     def _admit(self, guest: _Client) -> None:
-        ticket = self._take_ticket(guest.said)
-        if ticket is None:
+        token = self._tokens.take_said(guest.said)
+        if token is None:
             log.warning("shared memory: refused a client with an invalid token")
             return self._dismiss(guest)
-        guest.caller = ticket.caller
+        guest.caller = token.caller
         made: list[Region | Pool] = []
         try:
-            region, pool = Region.create(_WORDS_BYTES if ticket.on_device else self._arena_bytes), None
+            region, pool = Region.create(_WORDS_BYTES if token.on_device else self._arena_bytes), None
             made.append(region)
             region.ring_by(guest.sock)
-            if ticket.on_device:
+            if token.on_device:
                 pool = self._engine.shm_connections.pool(self._pool_bytes)
                 made.append(pool)
                 guest.on_device = True
-            guest.handle = self._engine.shm_connections.add(region, ticket.caller, pool)
+            guest.handle = self._engine.shm_connections.add(region, token.caller, pool)
             region.send(guest.sock)
             if pool is not None:
                 pool.send(guest.sock)
@@ -295,12 +295,6 @@ class ShmListener:
                 for memory in made:
                     memory.close()
             self._dismiss(guest)
-
-    def _take_ticket(self, said: bytes) -> _Token | None:
-        try:
-            return self._tickets.take(bytes.fromhex(said.decode("ascii")))
-        except ValueError:
-            return None
 
     def _dismiss_the_silent(self) -> None:
         now = time.monotonic()

@@ -81,7 +81,7 @@ class TcpListener:
     ) -> None:
         self._engine, self._listen, self._bounds = engine, listen, bounds
         self._tls, self._most = tls, most_sessions
-        self._tickets: Tokens[str] = Tokens()
+        self._tokens: Tokens[str] = Tokens()
         self._lock = threading.Lock()
         self._sessions: dict[int, str] = {}  # their callers, by handle
         self._admitting: list[str] = []  # callers whose token was taken
@@ -132,7 +132,7 @@ class TcpListener:
         if self._draining or self._closing or not self._open:
             return "", "", "the server drains"
         with self._lock:
-            taken = [*self._sessions.values(), *self._admitting, *self._tickets.waiting()]
+            taken = [*self._sessions.values(), *self._admitting, *self._tokens.waiting()]
             own = taken.count(caller)
             if len(taken) >= self._most:
                 return "", "", f"the server has {self._most} sessions over TCP, and no room for more"
@@ -142,12 +142,12 @@ class TcpListener:
                     "",
                     f"this caller has {own} of {self._most} sessions over TCP, its share",
                 )
-            token = self._tickets.issue(caller)
+            token = self._tokens.issue(caller)
         return (token, self._endpoint, "") if token else ("", "", "too many sessions are being opened; try again")
 
     def dismiss(self, unwelcome: Callable[[str], bool]) -> None:
         """Ends the sessions of callers who are let in no more, and forgets their tokens."""
-        self._tickets.drop(unwelcome)
+        self._tokens.drop(unwelcome)
         with self._lock:
             found = [handle for handle, caller in self._sessions.items() if unwelcome(caller)]
         for handle in found:
@@ -218,7 +218,7 @@ class TcpListener:
         said = read_exactly(sock, ENTRY_BYTES, until_s)
         token = token_of(said) if len(said) == ENTRY_BYTES else None
         with self._lock:
-            caller = None if token is None else self._tickets.take(token)
+            caller = None if token is None else self._tokens.take(token)
             if caller is not None:
                 self._admitting.append(caller)
         if caller is None:

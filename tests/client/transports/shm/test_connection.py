@@ -17,6 +17,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient, ExpertCluster
 from expertd_client.cluster import cluster as cluster_module
 from expertd_client.transports.shm import connection as shm
+from expertd_client.transports.shm import entry
 from expertd_client.transports.shm.connection import AsyncShmTransport, ShmTransport
 from expertd_server.engine.served import ServedLayer
 from expertd_server.transports.shm import ShmListener
@@ -74,8 +75,8 @@ def test_a_server_directs_nobody_at_other_sockets(endpoint, token):
 
 def test_a_process_of_another_user_gets_no_token(monkeypatch):
     digits = secrets.token_hex(16)
-    monkeypatch.setattr(shm.os, "getuid", lambda: 1234)
-    monkeypatch.setattr(shm, "peer_uid", lambda sock: 4321)
+    monkeypatch.setattr(entry.os, "getuid", lambda: 1234)
+    monkeypatch.setattr(entry, "peer_uid", lambda sock: 4321)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0expertd-{digits}")
         listener.listen(1)
