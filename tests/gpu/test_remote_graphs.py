@@ -3,10 +3,6 @@ with mode="reduce-overhead".  tests/client/device/test_transport.py has the sess
 
 from __future__ import annotations
 
-import re
-import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +12,7 @@ from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import SyntheticModel, random_inputs
 
 try:
+    from expertctl.bench.faults.processes import ServerProcess
     from expertd.errors import UnavailableError, UnsupportedCombinationError
     from expertd_client import ExpertClient
     from expertd_client.engines.torch_experts import RemoteExperts
@@ -33,36 +30,12 @@ MODEL, E, K, H, M = "tiny:int4_g128", 8, 2, 256, 12
 CALLER, SERVERS = "cuda:0", "cuda:1"
 
 
-class Server:
-    """`expertd serve` on the second GPU at a port of its own, to be killed and started again."""
-
-    def __init__(self, log) -> None:
-        self.log = log
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{s.getsockname()[1]}"
-        self.start()
-
-    def start(self) -> None:
-        command = ["-m", "expertd_server.commands.cli", "serve", "--synthetic", MODEL, "--device", SERVERS]
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, "--listen", self.address], stdout=out, stderr=subprocess.STDOUT
-            )
-        end = time.monotonic() + 200
-        while not re.search(r"serving on (\S+)", self.log.read_text()):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
-            time.sleep(0.05)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture
-def server(tmp_path):
-    server = Server(tmp_path / "log")
+def server():
+    """On the second GPU, at the same port after each start."""
+    server = ServerProcess(["--synthetic", MODEL, "--device", SERVERS])
+    server.start()
+    server.ready()
     yield server
     server.kill()
 
@@ -119,7 +92,7 @@ def test_a_replay_follows_its_inputs_and_says_when_the_server_was_replaced(serve
     assert seconds < 1.0
     with pytest.raises(UnavailableError):
         experts.check()
-    server.start()
+    server.restart()
     answer, seconds = replayed(graph, out)
     assert answer.isnan().all(), "the graph's session ended with its server"
     assert seconds < 1.0
