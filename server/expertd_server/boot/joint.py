@@ -1,10 +1,10 @@
 """A layer's experts shared among several devices: where each of them goes, and whether that fits.
 
-    sites    = resolve_sites(config)                        what --device names, refused where it is not there
-    assigner = JointAssigner(config, source, sites)         as Assigner; its assignments have parts
-    assigner.settle(free)                                   how many experts of a layer each site takes
+    places   = resolve_places(config)                       what --device names, refused where it is not there
+    assigner = JointAssigner(config, source, places)        as Assigner; its assignments have parts
+    assigner.settle(free)                                   how many experts of a layer each place takes
 
-The experts that are used most go to the site that is named first.  Sites of one kind take equal numbers, up to what
+The experts that are used most go to the place that is named first.  Places of one kind take equal numbers, up to what
 their memory allows; what is left goes to the next kind.
 """
 

@@ -368,20 +368,11 @@ class JoinedExperts:
         self.drop_graphs(site)
         about = JoinedPart(slots=self._slots[index].ctypes.data)
         if isinstance(memory, _GraphMemory):
-            hidden, ids, weights, out = (t.data_ptr() for t in memory.host)
-            about = JoinedPart(
-                slots=self._slots[index].ctypes.data,
-                table=memory.table.data_ptr(),
-                done=memory.done.data_ptr(),
-                hidden=hidden,
-                ids=ids,
-                weights=weights,
-                out=out,
-                device_slots=self._devices[site].slots_here.data_ptr(),
-                stream=memory.site.stream.cuda_stream,
-                rows=memory.tokens,
-                routes=memory.routes,
-            )
+            about.hidden, about.ids, about.weights, about.out = (t.data_ptr() for t in memory.host)
+            about.table, about.done = memory.table.data_ptr(), memory.done.data_ptr()
+            about.device_slots = self._devices[site].slots_here.data_ptr()
+            about.stream = memory.site.stream.cuda_stream
+            about.rows, about.routes = memory.tokens, memory.routes
         self._lib.expertd_joined_part(self._joined, site, C.byref(about))
 
     def drop_graphs(self, site: int) -> None:
