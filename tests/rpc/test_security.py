@@ -322,7 +322,7 @@ def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve
         callers.write_text('[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n')
         assert ended(gone)
         until(lambda: listener.sessions == 1)
-        assert listener._tickets.take(bytes.fromhex(unused)) is None
+        assert listener._tokens.take(bytes.fromhex(unused)) is None
         stays.settimeout(0.7)
         with pytest.raises(TimeoutError):
             stays.recv(1)
