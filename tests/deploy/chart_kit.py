@@ -21,21 +21,21 @@ NEEDED = pytest.mark.skipif(
 _RENDER = """
 import json, sys
 import helm_python as helm
-chart, values = json.load(sys.stdin)
+chart, values, release = json.load(sys.stdin)
 try:
     with helm.Chart.load(chart) as c:
         c.validate_schema(values)
-        print(json.dumps({"files": c.render(values, name="demo", namespace="prod"), "lint": helm.lint(chart)}))
+        print(json.dumps({"files": c.render(values, name=release, namespace="prod"), "lint": helm.lint(chart)}))
 except helm.HelmError as e:
     print(json.dumps({"error": str(e)}))
 """
 
 
-def helm(values: dict[str, Any]) -> dict[str, Any]:
+def helm(values: dict[str, Any], release: str = "demo") -> dict[str, Any]:
     """{"files": {name: text}, "lint": findings} or {"error": what Helm said}."""
     done = subprocess.run(
         [sys.executable, "-c", _RENDER],
-        input=json.dumps([str(CHART), values]),
+        input=json.dumps([str(CHART), values, release]),
         capture_output=True,
         text=True,
         timeout=60,

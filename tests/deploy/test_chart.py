@@ -22,6 +22,7 @@ else:
 pytestmark = NEEDED
 EXAMPLES = {p.stem: p for p in sorted((ROOT / "deploy" / "helm" / "examples").glob("*.yaml"))}
 KUBERNETES = ("1.28", "1.37")
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def values(name: str) -> dict:
@@ -64,29 +65,16 @@ def test_helm_finds_nothing_to_say():
 
 
 def expertd_of(stateful_set, rendered, pod, tmp_path, monkeypatch):
-    """The configuration that a pod's server has: its command run by a shell with a program `expertd` that says what it
-    was given, then read by the parser with the pod's file and environment."""
+    """The configuration that a pod's server has: its command, read by the parser with the pod's file and environment."""
     c = container(stateful_set)
-    # Kubernetes itself puts $(NAME) in; the shell's $((...)) must be none of these.
-    assert not set(re.findall(r"\$\((\w+)\)", c["args"][0])) & {e["name"] for e in c["env"]}
-    fake = tmp_path / "expertd"
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    fake.chmod(0o755)
     env = {e["name"]: e.get("value", pod) for e in c["env"]}
-    told = subprocess.run(
-        [*c["command"], *c["args"]],
-        env={**env, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=10,
-    )
-    config = rendered["ConfigMap", stateful_set["metadata"]["name"]]["data"]["expertd.toml"]
+    (volume,) = (v for v in stateful_set["spec"]["template"]["spec"]["volumes"] if v["name"] == "config")
+    config = rendered["ConfigMap", volume["configMap"]["name"]]["data"]["expertd.toml"]
     file = tmp_path / "expertd.toml"
     file.write_text(config)
     assert tomllib.loads(config)
-    words = [w.replace("/etc/expertd/expertd.toml", str(file)) for w in told.stdout.splitlines()]
-    return read(["expertd", *words], monkeypatch, {k: v for k, v in env.items() if k.startswith("EXPERTD_")})
+    words = [w.replace("/etc/expertd/expertd.toml", str(file)) for w in (*c["command"], *c["args"])]
+    return read(words, monkeypatch, {k: v for k, v in env.items() if k.startswith("EXPERTD_")})
 
 
 def test_the_pods_hold_every_part(rendered, tmp_path, monkeypatch):
@@ -105,18 +93,60 @@ def test_the_pods_hold_every_part(rendered, tmp_path, monkeypatch):
     assert len({held.count(r) for r in range(count)}) == 1, "each part has as many copies as the others"
 
 
-def test_a_pod_beyond_the_first_copy_holds_a_part_again(tmp_path, monkeypatch):
-    group = {"kind": "cpu", "shards": {"first": 2, "count": 3, "of": 5}, "copies": 2}
-    rendered = objects({"groups": {"cpu": None, "a": group}})
-    (s,) = sets(rendered).values()
-    got = [expertd_of(s, rendered, f"x-1-{i}", tmp_path, monkeypatch).shard for i in range(6)]
-    assert got == [Shard(r, 5) for r in (2, 3, 4, 2, 3, 4)]
+def test_every_copy_of_a_set_holds_its_shard(tmp_path, monkeypatch):
+    low = {"kind": "cpu", "shards": {"first": 0, "count": 2, "of": 5}, "copies": 2}
+    rest = {"kind": "cpu", "shards": {"first": 2, "count": 3, "of": 5}, "copies": 3}
+    rendered = objects({"groups": {"cpu": None, "a": low, "b": rest}})
+    got = {
+        name: (s["spec"]["replicas"], expertd_of(s, rendered, f"{name}-1", tmp_path, monkeypatch).shard)
+        for name, s in sets(rendered).items()
+    }
+    a = {f"demo-expertd-a-s{r}": (2, Shard(r, 5)) for r in (0, 1)}
+    assert got == {**a, **{f"demo-expertd-b-s{r}": (3, Shard(r, 5)) for r in (2, 3, 4)}}
+
+
+def apart(stateful_set) -> dict:
+    return stateful_set["spec"]["template"]["spec"]["affinity"]["podAntiAffinity"]
+
+
+def test_copies_of_a_shard_get_different_nodes(rendered):
+    """A required rule whose labels are those of the shard's own pods, and of no other shard's."""
+    labels = {name: s["spec"]["template"]["metadata"]["labels"] for name, s in sets(rendered).items()}
+    shards = {
+        name: next(e["value"] for e in container(s)["env"] if e["name"] == "EXPERTD_SHARD")
+        for name, s in sets(rendered).items()
+    }
+    for name, s in sets(rendered).items():
+        (term,) = apart(s)["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert term["topologyKey"] == "kubernetes.io/hostname"
+        found = {n for n, own in labels.items() if term["labelSelector"]["matchLabels"].items() <= own.items()}
+        assert found == {n for n, shard in shards.items() if shard == shards[name]}
+
+
+def test_spreading_copies_can_be_a_preference_or_off_and_keeps_an_affinity():
+    own = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [{"topologyKey": "a"}]}}
+    node = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": []}}}
+
+    def affinity(**group):
+        (first, *_) = sets(objects({"groups": {"cpu": group}})).values()
+        return first["spec"]["template"]["spec"].get("affinity")
+
+    (term,) = affinity(copySpread="preferred", copySpreadKey="zone")["podAntiAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
+    assert term["podAffinityTerm"]["topologyKey"] == "zone"
+    assert affinity(copySpread="off") is None
+    assert affinity(copySpread="off", affinity=own) == own
+    both = affinity(affinity={**own, **node})
+    assert both["nodeAffinity"] == node["nodeAffinity"]
+    keys = [t["topologyKey"] for t in both["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]]
+    assert keys == ["a", "kubernetes.io/hostname"]
 
 
 def test_numbers_and_texts_reach_the_server_as_they_are(tmp_path, monkeypatch):
     serve = {"max-queue-tokens": 1000000, "patience": 0.125, "max-tokens": 2048, "backend": "layers.0-2=cpu,*=auto"}
     rendered = objects({"serve": {**serve, "grace-s": 61.5}})
-    (s,) = sets(rendered).values()
+    s, *_ = sets(rendered).values()
     config = expertd_of(s, rendered, "x-1", tmp_path, monkeypatch)
     assert (config.max_queue_tokens, config.patience, config.max_tokens) == (1000000, 0.125, 2048)
     assert (config.backend, config.grace_s) == (serve["backend"], 61.5)
@@ -180,14 +210,18 @@ def test_selectors_find_the_pods(rendered):
 def test_the_mixed_example_has_its_devices_and_scales():
     rendered = objects(values("mixed-pools"))
     limits = {name: container(s)["resources"]["limits"] for name, s in sets(rendered).items()}
-    assert limits["demo-expertd-nvidia"]["nvidia.com/gpu"] == 1
-    assert limits["demo-expertd-intel"] == {"gpu.intel.com/xe": 1}
-    assert limits["demo-expertd-cpu"] == {"memory": "32Gi"}
+    assert [name for name in limits if "nvidia" in name] == [f"demo-expertd-nvidia-s{r}" for r in range(6)]
+    assert limits["demo-expertd-nvidia-s5"]["nvidia.com/gpu"] == 1
+    assert limits["demo-expertd-intel-s6"] == {"gpu.intel.com/xe": 1}
+    assert limits["demo-expertd-cpu-s7"] == {"memory": "32Gi"}
     images = {container(s)["image"].rpartition(":")[2] for s in sets(rendered).values()}
-    assert images == {"cpu", "cuda", "xpu"}
-    scaler = rendered["HorizontalPodAutoscaler", "demo-expertd-nvidia"]["spec"]
-    assert (scaler["minReplicas"], scaler["maxReplicas"]) == (12, 24)
-    assert "replicas" not in sets(rendered)["demo-expertd-nvidia"]["spec"]
+    assert images == {f"{VERSION}-{kind}" for kind in ("cpu", "cuda", "xpu")}
+    scalers = {name: o["spec"] for (kind, name), o in rendered.items() if kind == "HorizontalPodAutoscaler"}
+    assert list(scalers) == [name for name in limits if "nvidia" in name]
+    for name, scaler in scalers.items():
+        assert (scaler["minReplicas"], scaler["maxReplicas"]) == (2, 4)
+        assert scaler["scaleTargetRef"]["name"] == name
+        assert "replicas" not in sets(rendered)[name]["spec"]
     monitor = rendered["ServiceMonitor", "demo-expertd"]["spec"]
     service = rendered["Service", "demo-expertd"]
     assert monitor["endpoints"][0]["port"] in {p["name"] for p in service["spec"]["ports"]}
@@ -199,7 +233,7 @@ def test_the_mixed_example_has_its_devices_and_scales():
 
 def test_files_of_secrets_are_where_the_server_looks(tmp_path, monkeypatch):
     rendered = objects(values("tls"))
-    (s,) = sets(rendered).values()
+    s, *_ = sets(rendered).values()
     config = expertd_of(s, rendered, "x-0", tmp_path, monkeypatch)
     mounts = {m["name"]: m["mountPath"] for m in container(s)["volumeMounts"]}
     secrets = {v["name"]: v["secret"]["secretName"] for v in s["spec"]["template"]["spec"]["volumes"] if "secret" in v}
@@ -218,8 +252,8 @@ def ports_for(policy, peer) -> set[str]:
 def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, monkeypatch):
     wanted = values("moving")
     rendered = objects(wanted)
-    (s,) = sets(rendered).values()
-    config = expertd_of(s, rendered, "x-4", tmp_path, monkeypatch)
+    _, s, _ = sets(rendered).values()
+    config = expertd_of(s, rendered, "x-0", tmp_path, monkeypatch)
     ports = {p["name"]: p["containerPort"] for p in container(s)["ports"]}
     assert (config.admin_listen.port, config.tcp_where.port) == (ports["admin"], ports["tcp"])
     assert len(set(ports.values())) == len(ports) == 4
@@ -237,7 +271,7 @@ def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, mo
 
 def test_nothing_of_it_is_there_unless_asked_for(tmp_path, monkeypatch):
     rendered = objects({})
-    (s,) = sets(rendered).values()
+    s, *_ = sets(rendered).values()
     config = expertd_of(s, rendered, "x-0", tmp_path, monkeypatch)
     assert (config.admin_listen, config.held, config.tcp_where) == (None, None, None)
     assert ports_for(rendered["NetworkPolicy", "demo-expertd"], {"podSelector": {}}) == {"grpc", "metrics"}
@@ -266,12 +300,12 @@ def test_the_job_that_moves_experts(monkeypatch, tmp_path):
     for version in KUBERNETES:
         kubernetes_validate.validate(job, version, strict=True)
     rendered = objects(values("moving"))
-    (s,) = sets(rendered).values()
     pod = job["spec"]["template"]
     (c,) = pod["spec"]["containers"]
     (admin,) = values("moving")["networkPolicy"]["admins"]
     assert admin["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
-    assert s["spec"]["replicas"] == int(next(e["value"] for e in c["env"] if e["name"] == "PODS"))
+    pods = [f"{name}-{copy}" for name, s in sets(rendered).items() for copy in range(s["spec"]["replicas"])]
+    assert len(pods) == 6
     fake = tmp_path / "expertctl"
     fake.write_text('#!/bin/sh\necho expertctl "$@"\n')
     fake.chmod(0o755)
@@ -282,7 +316,7 @@ def test_the_job_that_moves_experts(monkeypatch, tmp_path):
         )
         plan, apply = (line.split() for line in told.stdout.splitlines())
         assert [w for w in plan if ":50051" in w] == [
-            f"experts-expertd-cpu-{n}.experts-expertd.inference.svc:50051" for n in range(6)
+            f"{pod.replace('demo-', 'experts-')}.experts-expertd.inference.svc:50051" for pod in pods
         ]
         assert (dry in apply) or not dry
         read(plan, monkeypatch)
@@ -302,10 +336,9 @@ def test_helm_test_asks_every_shard_and_calls_them_as_one(rendered, monkeypatch)
     for words in commands:
         read(words, monkeypatch)
     pods = set()
-    for name, s in sets(rendered).items():
-        count = next(int(e["value"]) for e in container(s)["env"] if e["name"] == "COUNT")
+    for name in sets(rendered):
         host = service["metadata"]["name"] + ".prod.svc"
-        pods |= {f"{name}-{i}.{host}:{service['spec']['ports'][0]['port']}" for i in range(count)}
+        pods.add(f"{name}-0.{host}:{service['spec']['ports'][0]['port']}")
     assert {words[2] for words in commands if words[1] == "health"} == pods
     volumes = [v["name"] for s in sets(rendered).values() for v in s["spec"]["template"]["spec"]["volumes"]]
     loads = [words for words in commands if words[1] == "load"]
@@ -332,13 +365,91 @@ ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"
         ({"groups": {"cpu": {"kind": "tpu"}}}, "kind"),
         ({"groups": {"cpu": {"shards": {"first": 2, "count": 2, "of": 3}}}}, r"first \+ count <= of"),
         ({"grups": {}}, "grups"),
+        ({"groups": {"cpu": {"copySpread": "yes"}}}, "copySpread"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(wrong, said):
     assert re.search(said, helm(wrong)["error"])
 
 
+def group(first: int, count: int, of: int, **more) -> dict:
+    return {"kind": "cpu", "shards": {"first": first, "count": count, "of": of}, **more}
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"a": group(0, 3, 4)}, "no group serves shard 3 of 4 "),
+        ({"a": group(2, 6, 8)}, "no group serves shards 0 to 1 of 8 "),
+        ({"a": group(0, 2, 8), "b": group(6, 2, 8), "c": group(1, 2, 8)}, "no group serves shards 3 to 5 of 8 "),
+        ({"a": group(0, 1, 2), "b": group(6, 2, 8)}, "no group serves the experts from 1/2 to 6/8 of each layer"),
+        (
+            {"a": group(0, 4, 4), "b": group(0, 3, 8)},
+            r"groups.a .* 0/4 to 4/4 .* groups.b from 0/8 to 3/8: some experts",
+        ),
+        ({"a": group(0, 2, 3), "b": group(1, 1, 2)}, "groups.a serves experts from 0/3 to 2/3 of each layer, groups.b"),
+    ],
+)
+def test_shards_that_do_not_make_a_whole_layer_are_refused(groups, said):
+    assert re.search(said, helm({"groups": {"cpu": None, **groups}})["error"])
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"a": group(0, 2, 4), "b": group(2, 2, 4)},
+        {"a": group(0, 4, 4), "b": group(1, 2, 4)},  # two shards with a copy more
+        {"a": group(0, 1, 2), "b": group(2, 2, 4)},  # other sizes, no overlap
+        {"a": group(0, 4, 4), "b": group(0, 6, 6)},  # the same range: replicas, cut in another way
+        {"a": group(2, 3, 9), "b": group(0, 2, 9), "c": group(5, 4, 9)},
+    ],
+)
+def test_shards_that_make_a_whole_layer_are_rendered(groups):
+    assert "error" not in helm({"groups": {"cpu": None, **groups}})
+
+
+def test_a_name_too_long_for_kubernetes_is_refused():
+    """A StatefulSet's name goes with a hash into a label of 63 letters."""
+    groups = {"groups": {"cpu": None, "a" * 20: group(0, 1, 1)}}
+    assert "error" not in helm(groups, "r" * 20)
+    assert "has 55 letters, and Kubernetes takes 52; want a shorter name" in helm(groups, "r" * 23)["error"]
+
+
+def images(values) -> set[str]:
+    rendered = objects(values)
+    (pod,) = (o for (kind, _), o in rendered.items() if kind == "Pod")
+    (call,) = pod["spec"]["containers"]
+    found = {container(s)["image"] for s in sets(rendered).values()}
+    assert call["image"] in found
+    return found
+
+
+def test_the_image_is_that_of_the_charts_version_and_the_groups_kind():
+    assert images({}) == {f"expertd:{VERSION}-cpu"}
+    two = {"cpu": group(0, 1, 2), "gpu": {**group(1, 1, 2), "kind": "cuda"}}
+    assert images({"groups": two}) == {f"expertd:{VERSION}-cpu", f"expertd:{VERSION}-cuda"}
+    assert images({"image": {"tag": "mine"}}) == {"expertd:mine"}
+    two["gpu"]["imageTag"] = "mine-gpu"
+    assert images({"groups": two, "image": {"tag": "mine"}}) == {"expertd:mine", "expertd:mine-gpu"}
+    del two["gpu"]["imageTag"]
+    refused = helm({"groups": two, "image": {"tag": "mine"}})["error"]
+    assert 'got "mine" for groups of the kinds cpu, cuda' in refused
+
+
 def test_the_chart_has_the_version_of_the_package():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     chart = Path(CHART / "Chart.yaml").read_text()
-    assert f'appVersion: "{version}"' in chart
+    assert f'appVersion: "{VERSION}"' in chart
+
+
+def test_files_and_papers_name_the_images_of_this_version():
+    """What is built by the papers is what the chart asks for."""
+    texts = [*(ROOT / "deploy").rglob("*"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    named = [
+        (p.name, tag)
+        for p in texts
+        if p.is_file() and "__pycache__" not in p.parts
+        for tag in re.findall(r"\bexpertd:((?!50051)[\w.-]+)", p.read_text(errors="replace"))
+    ]
+    kinds = {f"{VERSION}-{kind}" for kind in ("cpu", "cuda", "rocm", "xpu")}
+    assert {tag for _, tag in named} - kinds == set(), named
+    assert {name for name, _ in named} >= {"Dockerfile", "deploy.md", "apply.yaml", "compose.yaml"}

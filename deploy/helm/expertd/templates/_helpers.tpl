@@ -39,3 +39,39 @@ exec:
 grpc: {port: {{ .Values.service.port }}}
 {{- end }}
 {{- end }}
+
+{{- /* The image of a group: its kind is part of the tag, so one release may have several kinds. */}}
+{{- define "expertd.image" -}}
+{{- $tag := coalesce .group.imageTag .root.Values.image.tag (printf "%s-%s" (.root.Chart.AppVersion | replace "+" "_") .group.kind) -}}
+{{ .root.Values.image.repository }}:{{ $tag }}
+{{- end }}
+
+{{- /* The StatefulSet of one shard: NAME-GROUP-sSHARD; its pods are the shard's copies, NAME-GROUP-sSHARD-COPY. */}}
+{{- define "expertd.set" -}}
+{{ include "expertd.fullname" .root }}-{{ .name }}-s{{ .shard }}
+{{- end }}
+
+{{- define "expertd.setSelector" -}}
+{{ include "expertd.selector" .root }}
+app.kubernetes.io/component: {{ .name }}
+expertd/shard: {{ printf "%d-of-%d" (int64 .shard) (int64 .of) | quote }}
+{{- end }}
+
+{{- /* A group's affinity, and that copies of one shard, of whichever group, get different nodes. */}}
+{{- define "expertd.affinity" -}}
+{{- $affinity := deepCopy .group.affinity }}
+{{- if ne .group.copySpread "off" }}
+{{- $labels := include "expertd.selector" .root | fromYaml }}
+{{- $_ := set $labels "expertd/shard" (printf "%d-of-%d" (int64 .shard) (int64 .of)) }}
+{{- $term := dict "topologyKey" .group.copySpreadKey "labelSelector" (dict "matchLabels" $labels) }}
+{{- $anti := default (dict) $affinity.podAntiAffinity }}
+{{- $key := "requiredDuringSchedulingIgnoredDuringExecution" }}
+{{- if eq .group.copySpread "preferred" }}
+{{- $key = "preferredDuringSchedulingIgnoredDuringExecution" }}
+{{- $term = dict "weight" 100 "podAffinityTerm" $term }}
+{{- end }}
+{{- $_ := set $anti $key (append (default (list) (get $anti $key)) $term) }}
+{{- $_ := set $affinity "podAntiAffinity" $anti }}
+{{- end }}
+{{- with $affinity }}{{ toYaml . }}{{ end }}
+{{- end }}
