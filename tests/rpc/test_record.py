@@ -9,6 +9,7 @@ import sys
 import zipfile
 
 import grpc
+import in_process
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,10 +18,10 @@ from expertctl.common.workload import LayerShape
 from expertctl.load import recording
 from expertctl.load.proxy import Proxy, Recorder
 from expertctl.load.recording import DRAWN, Recording, replayed, routes_of
-from expertd.errors import MessageTooLargeError
+from expertd.errors import MessageTooLargeError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
-from expertd_client import AsyncExpertClient, Synthetic
+from expertd_client import AsyncExpertClient, ExpertClient, Synthetic
 from expertd_client.transports.credentials import Credentials
 
 H, E = 256, 8
@@ -263,6 +264,50 @@ def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
     assert found["wall_s"] >= 2, "as slowly as was asked for"
     routed = json.loads(expertctl("load", tiny_server, "--routing", f"recorded:{file}", "--requests", 20, "--json"))
     assert (routed["answered"], routed["failed"]) == (20, 0)
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT] * 3], ids=["SIGTERM", "ctrl-c three times"])
+def test_a_recording_is_whole_however_it_ends(tiny_server, tmp_path, signals):
+    """A client's stream is open, so the proxy is closing when the second signal comes."""
+    file = tmp_path / "r.npz"
+    command = [sys.executable, "-u", "-m", "expertctl.cli", "record", tiny_server, "-o", str(file)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        with ExpertClient(child.stdout.readline().split()[2]) as client:
+            for seed in range(5):
+                client.forward(0, *batch(seed, 3), timeout_s=60)
+            said = []
+            for number in signals:
+                child.send_signal(number)
+                said += [child.stderr.readline(), child.stderr.readline()] if not said else []
+            out, rest = child.communicate(timeout=100)
+    finally:
+        child.kill()
+    assert (child.returncode, rest) == (0, "")
+    assert said == ["\n", "stopping; again to leave at once\n"]
+    assert "5 requests of 15 tokens" in out
+    assert Recording.load(file).tokens.tolist() == [3] * 5
+
+
+def test_a_recording_outlives_its_server(tiny_server, tmp_path):
+    """Calls fail as without the proxy, and what was recorded before is kept."""
+    file = tmp_path / "r.npz"
+    with in_process.hosts(synthetic="tiny:int4_g128") as serve:
+        host = serve()
+        command = [sys.executable, "-u", "-m", "expertctl.cli", "record", host.address, "-o", str(file)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            with ExpertClient(child.stdout.readline().split()[2]) as client:
+                client.forward(0, *batch(0, 3), timeout_s=60)
+                host.close()
+                with pytest.raises(UnavailableError):
+                    client.forward(0, *batch(1, 3), timeout_s=60)
+                child.send_signal(signal.SIGINT)
+                _, said = child.communicate(timeout=100)
+        finally:
+            child.kill()
+    assert (child.returncode, said) == (0, "\nstopping; again to leave at once\n")
+    assert Recording.load(file).tokens[0] == 3
 
 
 @pytest.mark.parametrize(

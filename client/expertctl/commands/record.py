@@ -31,7 +31,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         " the layers, tokens, routes and times of the requests are written to FILE at the end (Ctrl-C, --seconds or"
         " --requests).",
         epilog="Privacy: neither hidden states nor weights are written, but routes and times reveal something about"
-        " the text: treat FILE like the text itself.  Recorded clients use gRPC, not shared memory or TCP.",
+        " the text: treat FILE like the text itself.  Recorded clients use gRPC, not shared memory or TCP.  Exit code 0:"
+        " FILE has requests, however recording ended (a second Ctrl-C and SIGTERM, too); 1: it has none, or the server"
+        " could not be reached at the start; 2: wrong arguments.",
     )
     add_common(parser)
     parser.add_argument(
@@ -70,16 +72,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _record(args: argparse.Namespace) -> Recording:
+    """What was recorded until the end, of whatever kind: the first signal closes the proxy, one more does not wait for
+    calls that are open."""
     async with AsyncExpertClient(args.address, credentials=credentials(args)) as client:
         described: pb.DescribeResponse = await client.describe(timeout_s=args.timeout)
     recorder = Recorder(args.requests)
-    async with Proxy(args.address, args.listen, credentials(args), recorder) as proxy:
-        with stoppable(recorder.full.set):
-            if not args.json:
-                console().print(f"recording: call {proxy.address} instead of {args.address}", markup=False)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(recorder.full.wait(), args.seconds)
+    proxying = asyncio.create_task(_proxy(args, recorder))
+    with stoppable(recorder.full.set, proxying.cancel):
+        await asyncio.wait([proxying])
+    if not proxying.cancelled():
+        proxying.result()
     return recorder.recording(described)
+
+
+async def _proxy(args: argparse.Namespace, recorder: Recorder) -> None:
+    async with Proxy(args.address, args.listen, credentials(args), recorder) as proxy:
+        if not args.json:
+            console().print(f"recording: call {proxy.address} instead of {args.address}", markup=False)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(recorder.full.wait(), args.seconds)
 
 
 def _here(text: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
@@ -60,21 +60,29 @@ def line(what: str, before: Now, now: Now, duration_s: float | None) -> str:
 
 
 @contextlib.contextmanager
-def stoppable(stop: Callable[[], None]):  # type: ignore[no-untyped-def]
-    """While the body runs, in an event loop, Ctrl-C calls stop() the first time, and is itself the second time."""
+def stoppable(stop: Callable[[], object], again: Callable[[], object] | None = None) -> Iterator[None]:
+    """While the body runs, in an event loop, Ctrl-C calls stop() the first time.  Each time after that it is itself, or
+    calls again() where there is one; then SIGTERM does as Ctrl-C."""
     loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT,) if again is None else (signal.SIGINT, signal.SIGTERM)
 
     def first() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in signals:
+            if again is None:
+                loop.remove_signal_handler(number)
+            else:
+                loop.add_signal_handler(number, again)
         print("\nstopping; again to leave at once", file=sys.stderr)
         stop()
 
     try:
-        loop.add_signal_handler(signal.SIGINT, first)
+        for number in signals:
+            loop.add_signal_handler(number, first)
     except (ValueError, NotImplementedError):  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -431,8 +431,10 @@ class Flight:
             self._land()
 
     def _nobody_left(self, sub: SubRequest) -> ExpertdError:
-        if sub.replicas and self._deadline is not None and self._late():
-            return self._deadline.expired(self.request.layer, 0)
+        """The time is over: of the call, or of waiting for a server that takes requests."""
+        deadline = self._deadline
+        if sub.replicas and deadline is not None and self._late() and not self._state.members.all_away(sub.replicas):
+            return deadline.expired(self.request.layer, 0)
         return self.unserved.error(sub)
 
     def cancel(self) -> bool:

@@ -85,7 +85,7 @@ class Member:
         self.versions: tuple[int, ...] = ()
         self.asked = False
         self.leaving = False
-        self.refused = "not described yet"
+        self.refused = "it has not answered Describe yet"
         self._queued_tokens = 0  # as it said last
         self.outstanding_tokens = 0
         self.outstanding = 0
@@ -93,7 +93,7 @@ class Member:
         self._lock = threading.Lock()
         self._failures = 0
         self._strikes = 0
-        self._not_before_s = 0.0
+        self._not_before_s, self._rest = 0.0, ""
         self._heard_s = 0.0
         self._distance_s = 0.0
         self._distance_at_s = 0.0
@@ -113,6 +113,23 @@ class Member:
         if told is not None and told is not self._settled and told.draining:
             return False
         return not (self._strikes and self.outstanding)  # after it hung: one part, to see
+
+    def away(self) -> str:
+        """Why it takes no requests, for people, without its address; "" = it does."""
+        if self.leaving:
+            return "it left the placement"
+        if self.refused:
+            return self.refused.removeprefix(f"{self.address}: ")
+        told = self.exchange.load
+        return "it drains" if told is not None and told is not self._settled and told.draining else ""
+
+    def trouble(self, now_s: float) -> str:
+        """Why it is not asked now, for people, without its address; "" = it is."""
+        if away := self.away():
+            return away
+        if now_s < self._not_before_s:
+            return f"left alone for {self._not_before_s - now_s:.2g} s: {self._rest}"
+        return "it hung, and has one request to show that it answers" if self._strikes and self.outstanding else ""
 
     def stalled(self, now_s: float) -> bool:
         """Whether it has work of ours and has said nothing for much longer than that work should take."""
@@ -183,6 +200,7 @@ class Member:
                 return
             if error.retryable:
                 self._not_before_s = max(self._not_before_s, now_s + max(1e-3, error.retry_after_us * 1e-6))
+                self._rest = error.message
                 return
             self._failures += 1
             if self._failures >= _FAILURES:
@@ -195,6 +213,7 @@ class Member:
             if self.stalled(now_s) and now_s >= self._not_before_s:
                 self._strikes += 1
                 self._not_before_s = now_s + min(_LONGEST_S, _REST_S * 2.0**self._strikes)
+                self._rest = "it had requests and said nothing"
             self._ended(tokens)
 
     def _ended(self, tokens: int) -> None:

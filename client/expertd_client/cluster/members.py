@@ -129,9 +129,16 @@ class Members:
             self._alike[alike] = layer_table(num_experts, {a: experts for a, experts in inside.items() if experts})
         return self._alike[alike]
 
-    def troubles(self) -> str:
-        """Why servers are not asked, for people; "" = all are."""
-        return "; ".join(f"{a}: {m.refused}" for a, m in self.by_address.items() if m.refused)
+    def troubles(self, addresses: Sequence[str] | None = None) -> str:
+        """Why servers are not asked now, for people; "" = all are.  addresses: of these servers; None = of all."""
+        now_s, known = self.clock(), self.by_address
+        found = {a: known[a].trouble(now_s) if a in known else "it left the placement" for a in addresses or known}
+        return "; ".join(f"{a}: {why}" for a, why in found.items() if why)
+
+    def all_away(self, addresses: Sequence[str]) -> bool:
+        """Whether none of the servers takes requests: each is down, drains, is another model's, or left."""
+        known = self.by_address
+        return all(a not in known or known[a].away() for a in addresses)
 
     @property
     def settled(self) -> bool:

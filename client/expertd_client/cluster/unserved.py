@@ -44,9 +44,10 @@ class Unserved:
         """Why a sub-request finds no server."""
         if not sub.replicas:
             return self._nobody_holds(sub.part)
-        why = self._members.troubles() or "all are busy"
-        text = f"layer {self._request.layer}: got no answer from {', '.join(sub.replicas)}, want one of them ({why})"
-        return UnavailableError(text)
+        why = self._members.troubles(sub.replicas) or f"{', '.join(sub.replicas)}: all are busy"
+        return UnavailableError(
+            f"layer {self._request.layer}: got no server that takes requests, want one of {len(sub.replicas)}: {why}"
+        )
 
     def _nobody_holds(self, part: SubBatch) -> PlacementError:
         ids = part.request.topk_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -96,7 +97,8 @@ def test_a_call_waits_for_its_only_server_inside_its_time():
     with cluster_of(servers) as cluster:
         check(cluster.forward(0, X, IDS, W))
         servers["c"].away = True
-        with pytest.raises((DeadlineExceededError, UnavailableError)):
+        until(lambda: cluster.servers["c"])
+        with pytest.raises(UnavailableError, match="no server that takes requests, want one of 1: c: away"):
             cluster.forward(0, X, IDS, W, timeout_s=0.3)
         begin_s = time.monotonic()
         skipped = cluster.forward(0, X, IDS, W, on_missing=OnMissing.SKIP, timeout_s=1000.0)
@@ -112,6 +114,27 @@ def test_a_call_waits_for_its_only_server_inside_its_time():
         servers["c"].away = True
         with pytest.raises(UnavailableError, match="away"):
             cluster.forward(0, X, IDS, W)
+
+
+def test_a_call_that_no_replica_took_names_each_of_them_and_why():
+    """All of its servers went away: no deadline that was too short.  One that is there and full is another matter."""
+    servers = replicas()
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W))
+        servers["a"].away = servers["b"].away = True
+        until(lambda: cluster.servers["a"] and cluster.servers["b"])
+        with pytest.raises(UnavailableError) as caught:
+            cluster.forward(0, X, IDS, W, timeout_s=0.2)
+        text = "layer 0: got no server that takes requests, want one of 2: a: away; b: away"
+        assert caught.value.message == text
+        assert caught.value.retryable
+        servers["a"].away = False
+        until(lambda: not cluster.servers["a"])
+        servers["a"].does = always(QueueFullError("full", retry_after_us=10_000_000))
+        with pytest.raises((QueueFullError, DeadlineExceededError)):
+            cluster.forward(0, X, IDS, W, timeout_s=0.2)
+        assert re.match(r"a: left alone for [\d.]+ s: full; b: away$", cluster._members.troubles())
+        nothing_under_way(cluster)
 
 
 @pytest.mark.parametrize("late", ["abc", "c", "ab"])
