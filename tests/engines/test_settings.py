@@ -39,8 +39,8 @@ def test_addresses(given, servers):
 
 
 def test_options_are_the_same_in_both_places():
-    options = {"timeout_s": 5, "start_timeout_s": 7.5, "ca": "ca.pem", "token_file": "token"}
-    wanted = Settings(("a:1",), 5.0, 7.5, Credentials(ca="ca.pem", token_file="token"))
+    options = {"timeout_s": 5, "start_timeout_s": 7.5, "ca": "ca.pem", "token_file": "token", "graphs": True}
+    wanted = Settings(("a:1",), 5.0, 7.5, Credentials(ca="ca.pem", token_file="token"), graphs=True)
     assert settings_of({"address": "a:1", **options}, {}) == wanted
     assert settings_of(None, {"EXPERTD_ADDRESS": "a:1", "EXPERTD_CLIENT": json.dumps(options)}) == wanted
 
@@ -51,10 +51,14 @@ def test_options_are_the_same_in_both_places():
         ({}, "configuration: address: got None"),
         ("", "configuration: address: got ''"),
         (["a:1", 7], "address: got"),
-        ({"address": "a:1", "timeout": 5}, "configuration: option: got 'timeout', want one of address, tls, timeout_s"),
+        ({"address": "a:1", "timeout": 5}, "configuration: option: got 'timeout', want one of address, tls, graphs, timeout_s"),
         ({"address": "a:1", "timeout_s": 0}, "timeout_s: got 0, want a number of seconds > 0"),
         ({"address": "a:1", "timeout_s": True}, "timeout_s: got True"),
         ({"address": "a:1", "ca": 3}, "ca: got 3, want a string"),
+        ({"address": "a:1", "tls": "yes"}, "tls: got 'yes', want true or false"),
+        ({"address": "a:1", "graphs": 1}, "graphs: got 1, want true or false"),
+        ({"address": "a:1,b:2", "graphs": True}, "graphs: got 'a:1,b:2', want one server"),
+        ({"address": "placement.json", "graphs": True}, "graphs: got 'placement.json', want one server"),
         ({"address": "a:1", "key": "k"}, "configuration: credentials: got one of certificate and key"),
     ],
 )

@@ -18,11 +18,14 @@ class Graphs:
         return self._full
 
 
-def engine(*, graphs=("PIECEWISE", False), mode=3, lora=None, gathered=1, runner="generate"):
+def engine(*, graphs=("PIECEWISE", False), mode=3, lora=None, gathered=1, runner="generate", ranks=(1, 1)):
+    tensor, pipeline = ranks
     return Of(
         compilation_config=Of(cudagraph_mode=Graphs(*graphs), mode=mode),
         lora_config=lora,
-        parallel_config=Of(prefill_context_parallel_size=gathered),
+        parallel_config=Of(
+            prefill_context_parallel_size=gathered, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline
+        ),
         model_config=Of(runner_type=runner),
     )
 
@@ -42,6 +45,8 @@ GOOD = {"fused_shared_experts": 0, "weights_on_input": False, "substituted": Fal
 def test_what_works_is_let_through():
     refuse_engine(engine(), cpu=False, breakable=False)
     refuse_engine(engine(graphs=("NONE", False), mode=0), cpu=True, breakable=False)
+    refuse_engine(engine(ranks=(2, 2)), cpu=False, breakable=False)
+    refuse_engine(engine(graphs=("FULL", True)), cpu=False, breakable=False, graphs=True)
     refuse_layer("layers.0", layer(), **GOOD)
 
 
@@ -50,6 +55,9 @@ def test_what_works_is_let_through():
     [
         (engine(graphs=("FULL_AND_PIECEWISE", True)), {}, "got CUDA graphs FULL_AND_PIECEWISE, want graphs that are"),
         (engine(graphs=("FULL", True)), {}, '"cudagraph_mode": "PIECEWISE"'),
+        (engine(graphs=("FULL", True)), {}, '"graphs": true'),
+        (engine(graphs=("FULL", True), ranks=(2, 1)), {"graphs": True}, "FULL with 2 tensor- or pipeline-parallel ranks"),
+        (engine(graphs=("FULL", True), ranks=(1, 3)), {"graphs": True}, "FULL with 3 tensor- or pipeline-parallel ranks"),
         (engine(), {"breakable": True}, "VLLM_USE_BREAKABLE_CUDAGRAPH=0"),
         (engine(), {"cpu": True}, "got a compiled model on a CPU, want an eager one"),
         (engine(lora=Of()), {}, "got LoRA"),

@@ -38,6 +38,8 @@ _FAILURES = 5
 """Failures in a row that are not the connection's, until a server is not asked for a while."""
 _REST_S, _LONGEST_S = 0.25, 10.0
 """How long a server that hung is left alone; doubled each time it hangs again."""
+_BUSY_S = 5.0
+"""Who answered a part so lately may take its time for a Describe."""
 _HALF_S = 2.0
 """Half-life of what is remembered of a server's distance."""
 
@@ -95,6 +97,7 @@ class Member:
         self._strikes = 0
         self._not_before_s, self._rest = 0.0, ""
         self._heard_s = 0.0
+        self._answered_s = -_BUSY_S
         self._distance_s = 0.0
         self._distance_at_s = 0.0
         self._token_s = 0.0
@@ -176,7 +179,7 @@ class Member:
         now_s = self._clock()
         with self._lock:
             self._ended(tokens)
-            self._heard_s = now_s
+            self._heard_s = self._answered_s = now_s
             self._failures = self._strikes = 0
             self._queued_tokens = queued_tokens
             self._token_s = token_ns * 1e-9
@@ -281,9 +284,12 @@ class Member:
         return False
 
     def silent(self, error: ExpertdError) -> None:
-        """It did not answer Describe."""
+        """It did not answer Describe.  Who computes for us is busy, not away: its parts say by themselves whether it
+        hangs, and were it away, calls would wait for a Describe that comes late."""
         self.asked = True
-        if self._clock() - self._heard_s > 1.0 or not self.outstanding:
+        now_s = self._clock()
+        busy = isinstance(error, DeadlineExceededError) and now_s - self._answered_s < _BUSY_S and not self.refused
+        if not busy and (now_s - self._heard_s > 1.0 or not self.outstanding):
             self.refused = error.message
 
 

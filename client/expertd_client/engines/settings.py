@@ -29,6 +29,7 @@ __all__ = ["Connection", "Settings", "connection_to", "settings_of"]
 
 ADDRESS, OPTIONS = "EXPERTD_ADDRESS", "EXPERTD_CLIENT"
 _NUMBERS = ("timeout_s", "start_timeout_s")
+_FLAGS = ("tls", "graphs")
 _CREDENTIALS = ("ca", "certificate", "key", "token_file", "server_name")
 
 
@@ -38,12 +39,14 @@ class Settings:
     timeout_s         of each call: an engine has no use for a step that never ends
     start_timeout_s   how long the servers may take to come up, when the engine starts
     credentials       TLS and a token; None = plain text
+    graphs            full CUDA graphs contain the calls (vLLM): the one server computes on another GPU of this host
     """
 
     servers: tuple[str, ...]
     timeout_s: float = 60.0
     start_timeout_s: float = 600.0
     credentials: Credentials | None = None
+    graphs: bool = False
 
     @property
     def placement(self) -> bool:
@@ -77,21 +80,26 @@ def _parsed(options: Mapping[Any, Any], where: str) -> Settings:
         or not all(isinstance(s, str) and s.strip() for s in servers)
     ):
         raise _wrong(f"{where}: address", address, '"host:port", several of them, or the path of a placement.json')
-    known = ("address", "tls", *_NUMBERS, *_CREDENTIALS)
+    known = ("address", *_FLAGS, *_NUMBERS, *_CREDENTIALS)
     for key, value in options.items():
         if key not in known:
             raise _wrong(f"{where}: option", key, f"one of {', '.join(known)}")
+        if key in _FLAGS and not isinstance(value, bool):
+            raise _wrong(f"{where}: {key}", value, "true or false")
         number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
         if (key in _NUMBERS and not number) or (key in _CREDENTIALS and not isinstance(value, str)):
             raise _wrong(f"{where}: {key}", value, "a number of seconds > 0" if key in _NUMBERS else "a string")
+    graphs = options.get("graphs", False)
+    if graphs and (len(servers) > 1 or str(servers[0]).strip().endswith(".json")):
+        raise _wrong(f"{where}: graphs", address, "one server, whose GPU is another one of this host")
     shown = {key: options[key] for key in _CREDENTIALS if key in options}
-    tls = bool(options.get("tls", False))
+    tls = options.get("tls", False)
     try:
         credentials = Credentials(tls=tls, **shown) if shown or tls else None
     except ValueError as error:
         raise UnsupportedCombinationError(f"{where}: {error}") from None
     numbers = {key: float(options[key]) for key in _NUMBERS if key in options}
-    return Settings(tuple(s.strip() for s in servers), credentials=credentials, **numbers)
+    return Settings(tuple(s.strip() for s in servers), credentials=credentials, graphs=graphs, **numbers)
 
 
 def _wrong(subject: str, got: object, want: str) -> UnsupportedCombinationError:

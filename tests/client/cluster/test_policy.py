@@ -15,6 +15,7 @@ from expertd.errors import (
     DeadlineExceededError,
     QueueFullError,
     RequestCancelledError,
+    UnavailableError,
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.member import Member
@@ -98,6 +99,30 @@ def test_a_silent_server_stalls_and_is_left_alone_for_longer_each_time():
     server.answered(8, 0.01, result())
     server.submit(request(), None, None)
     assert server.usable(math.inf)
+
+
+def test_a_server_that_computes_for_us_is_not_away_because_its_describe_is_late():
+    """On a host without a free core a Describe takes seconds while parts are answered; were such a server away, every
+    call would wait until one Describe and one session come in time."""
+    now_s = 100.0
+    server = member(clock=lambda: now_s)
+    server.refused = ""
+    late, gone = DeadlineExceededError("no answer in time"), UnavailableError("connection refused")
+    server.submit(request(), None, None)
+    server.answered(8, 0.01, result())
+    now_s += 4.0
+    server.silent(late)
+    assert not server.refused
+    server.silent(gone)
+    assert server.refused == "connection refused"
+    server.silent(late)
+    assert server.refused, "who is away comes back by an answer alone"
+    server.refused = ""
+    now_s += 1.5
+    server.submit(request(), None, None)  # which is no word of the server's
+    server.dropped(8)
+    server.silent(late)
+    assert server.refused == "no answer in time"
 
 
 def test_late_is_what_95_of_100_are_not_by_size():

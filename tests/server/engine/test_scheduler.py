@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rules_kit import MS, Asked, Rules, urgency
+from rules_kit import MS, SECOND, Asked, Rules, urgency
 
 LAYERS = tuple((n, 2) for n in range(4))
 
@@ -216,3 +216,77 @@ def test_a_batch_has_no_more_routes_than_its_layer_s_own_tokens_have():
     c = rules.cut(10)  # 16 rows of 8 are 128, and 16 of the layer's own 2 are 32
     assert c is not None
     assert [r.top_k for r in c.run] == [8]
+
+
+PER_ROW, PER_BATCH = 8_000, 20_000
+
+
+def shared(ns_of_rows, max_tokens=4096, now=SECOND):
+    """A layer whose batches take so long, at which two clients were served just now."""
+    rules = Rules(max_tokens)
+    for n in range(13):
+        rules.rules_saw(0, 1 << n, 2, ns_of_rows(1 << n))
+    for caller in ("modest", "greedy"):
+        assert rules.come(Asked(tokens=1, top_k=2, arrival=now, caller=caller)) == ("", 0)
+        assert rules.cut(now) is not None
+    return rules
+
+
+def flood(rules, now=SECOND, times=8):
+    for i in range(times):
+        assert rules.come(Asked(tokens=512, top_k=2, arrival=now + i, caller="greedy")) == ("", 0)
+
+
+def linear(rows):
+    return PER_BATCH + PER_ROW * rows
+
+
+def sizes(rules, now=SECOND):
+    out = []
+    while (c := rules.cut(now)) is not None:
+        out.append([r.caller for r in c.run])
+    return out
+
+
+def test_a_batch_that_runs_keeps_nobody_waiting_for_more_than_it_saves():
+    """Eight requests of 512 tokens at once would keep one who comes meanwhile waiting eight times as long."""
+    rules = shared(linear)
+    flood(rules)
+    assert sizes(rules) == [["greedy"]] * 8
+
+
+def test_a_short_request_is_in_the_next_batch_and_does_not_wait_for_all_the_long_ones():
+    rules = shared(linear)
+    flood(rules)
+    assert rules.come(Asked(tokens=2, top_k=2, arrival=SECOND + 9, caller="modest")) == ("", 0)
+    first, *rest = sizes(rules)
+    assert sorted(first) == ["greedy", "modest"]
+    assert rest == [["greedy"]] * 7
+
+
+def test_short_batches_and_those_that_save_time_are_as_large_as_before():
+    rules = shared(linear)
+    for i in range(64):
+        assert rules.come(Asked(tokens=1, top_k=2, arrival=SECOND + i, caller=f"client {i}")) == ("", 0)
+    assert [len(c) for c in sizes(rules)] == [64]
+    rules = shared(lambda rows: 2 * MS + PER_ROW * rows // 8)
+    flood(rules)
+    assert [len(c) for c in sizes(rules)] == [8]
+
+
+def test_a_client_alone_has_large_batches():
+    rules = shared(linear)
+    flood(rules, 3 * SECOND)
+    assert [len(c) for c in sizes(rules, 3 * SECOND)] == [8]
+
+
+def test_what_is_better_apart_is_computed_together_now_and_then():
+    """Or nobody would see that it saves time now."""
+    rules, counts = shared(linear), []
+    for _ in range(2000):
+        flood(rules, times=2)
+        counts.append(len(rules.cut(SECOND).run))
+        counts += [len(c) for c in sizes(rules)]
+    assert sum(counts) == 4000
+    assert counts.count(2) == 1
+    assert max(counts) == 2

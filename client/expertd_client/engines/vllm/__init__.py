@@ -7,6 +7,7 @@ and calls it in each of its processes; where nobody names servers, its own class
 
     plugin     our classes in place of vLLM's: RoutedExperts without weights, the runner around it
     refused    what cannot work, in sentences; imports no vLLM
+    runs       dummy runs, and what CUDA graphs met, asked at a step's end; imports no vLLM
     versions   what differs between versions of vLLM
 """
 

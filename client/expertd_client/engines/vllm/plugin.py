@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.layer import RankExperts
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Settings, connection_to, settings_of
+from expertd_client.engines.vllm import runs
 from expertd_client.engines.vllm.refused import refuse_engine, refuse_layer
 from expertd_client.engines.vllm.versions import ADAPTER
 
@@ -40,8 +39,6 @@ __all__ = ["RemoteGptOssRoutedExperts", "RemoteMethod", "RemoteMoERunner", "Remo
 
 _VERSION = ADAPTER.installed()
 SPLITTING_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
-RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules whose GPUModelRunner has _dummy_run; the runners of other platforms inherit it."""
 
 
 def install() -> None:
@@ -68,11 +65,14 @@ def _settings() -> Settings | None:
 
 
 class RemoteMethod(FusedMoEMethodBase):
-    """A method without weights: what it computes comes from servers."""
+    """A method without weights: what it computes comes from servers.
 
-    def __init__(self, moe: Any, experts: RankExperts) -> None:
+    graphs   CUDA graphs contain the calls: dummy runs make them, too, before the capture and in it
+    """
+
+    def __init__(self, moe: Any, experts: RankExperts, graphs: bool = False) -> None:
         super().__init__(moe)
-        self.experts = experts
+        self.experts, self.graphs = experts, graphs
 
     @property
     def supports_internal_mk(self) -> bool:
@@ -113,7 +113,7 @@ class RemoteMethod(FusedMoEMethodBase):
         if shared_experts is not None:
             order = SharedExpertsOrder.MK_INTERNAL_OVERLAPPED
             meanwhile = functools.partial(shared_experts, shared_experts_input, order)
-        if _dummies:
+        if runs.in_dummy_run() and not self.graphs:
             if meanwhile is not None:
                 meanwhile()
             return torch.zeros_like(x)
@@ -147,7 +147,13 @@ class _Remote:
         del quant_config  # of the weights that are not here
         config, settings = get_current_vllm_config(), _settings()
         assert settings is not None
-        refuse_engine(config, cpu=current_platform.is_cpu(), breakable=is_breakable_cudagraph_enabled())
+        graphs = settings.graphs and config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        refuse_engine(
+            config,
+            cpu=current_platform.is_cpu(),
+            breakable=is_breakable_cudagraph_enabled(),
+            graphs=settings.graphs,
+        )
         refuse_layer(
             prefix,
             moe_config,
@@ -156,7 +162,7 @@ class _Remote:
             substituted=_VERSION.substituted(self),
         )
         _split_at_experts(config.compilation_config)
-        _watch_dummy_runs()
+        runs.watch()
         found = Found(
             prefix,
             extract_layer_index(prefix),
@@ -164,10 +170,14 @@ class _Remote:
             moe_config.hidden_dim,
             moe_config.intermediate_size,
         )
-        if moe_config.is_sequence_parallel:
-            return RemoteMethod(moe_config, RankExperts(connection_to(settings), found))
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return RemoteMethod(moe_config, RankExperts(connection_to(settings), found, rank, ranks))
+        if moe_config.is_sequence_parallel:
+            rank, ranks = 0, 1
+        experts = RankExperts(connection_to(settings), found, rank, ranks)
+        if graphs:
+            remote = experts.remote
+            runs.check_steps(remote.forwarder, functools.partial(remote.check, torch.cuda.current_device()))
+        return RemoteMethod(moe_config, experts, graphs)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
         """Experts of a whole checkpoint are passed over."""
@@ -254,35 +264,3 @@ def _split_at_experts(compilation: Any) -> None:
     if compilation.splitting_ops:
         compilation.splitting_ops += [op for op in SPLITTING_OPS if op not in compilation.splitting_ops]
 
-
-_dummies = 0
-"""Dummy runs under way: profiling, warm-up and capture, whose tokens are nobody's."""
-
-
-@contextmanager
-def _dummy() -> Iterator[None]:
-    global _dummies
-    _dummies += 1
-    try:
-        yield
-    finally:
-        _dummies -= 1
-
-
-def _watch_dummy_runs() -> None:
-    """Marks the dummy runs of the model runners that are loaded here.  vLLM does not say inside a forward pass that it
-    is profiling: the rows are no padding then, and there is attention metadata."""
-    for name in RUNNERS:
-        runner = getattr(sys.modules.get(name), "GPUModelRunner", None)
-        if runner is not None and not hasattr(runner._dummy_run, "expertd"):
-            runner._dummy_run = _marked(runner._dummy_run)
-
-
-def _marked(dummy_run: Any) -> Any:
-    @functools.wraps(dummy_run)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _dummy():
-            return dummy_run(*args, **kwargs)
-
-    run.expertd = True  # type: ignore[attr-defined]
-    return run

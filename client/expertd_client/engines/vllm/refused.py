@@ -9,21 +9,28 @@ from expertd.errors import UnsupportedCombinationError
 
 __all__ = ["refuse_engine", "refuse_layer"]
 
-_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}', or --enforce-eager"""
+_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}', or --enforce-eager; where one server of this host \
+has all experts on another GPU, also "graphs": true among expertd's options"""
 
 
-def refuse_engine(config: Any, *, cpu: bool, breakable: bool) -> None:
+def refuse_engine(config: Any, *, cpu: bool, breakable: bool, graphs: bool = False) -> None:
     """Raises UnsupportedCombinationError for a VllmConfig that cannot work.
 
     cpu         the platform calls a layer's Python code from inside the compiled model
     breakable   CUDA graphs are captured around marked ops, of which the experts are none
+    graphs      the user says that calls go from GPU to GPU, so that a graph can contain them
     """
     compilation, model = config.compilation_config, config.model_config
-    graphs = compilation.cudagraph_mode
-    if graphs.has_full_cudagraphs():
+    mode, parallel = compilation.cudagraph_mode, config.parallel_config
+    if mode.has_full_cudagraphs() and not graphs:
         raise _refused(
-            f"CUDA graphs {graphs.name}", "graphs that are split at the experts, which are host code", _PIECEWISE
+            f"CUDA graphs {mode.name}", "graphs that are split at the experts, which are host code", _PIECEWISE
         )
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    if mode.has_full_cudagraphs() and ranks > 1:
+        got = f"CUDA graphs {mode.name} with {ranks} tensor- or pipeline-parallel ranks"
+        want = "one rank: a rank does not see what the graphs of another met"
+        raise _refused(got, want, """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'""")
     if breakable:
         remedy = "VLLM_USE_BREAKABLE_CUDAGRAPH=0 in the environment"
         raise _refused("breakable CUDA graphs", "graphs that are split at the experts", remedy)
@@ -31,7 +38,7 @@ def refuse_engine(config: Any, *, cpu: bool, breakable: bool) -> None:
         raise _refused("a compiled model on a CPU", "an eager one: nothing splits the graph there", "--enforce-eager")
     if config.lora_config is not None:
         raise _refused("LoRA, which wraps a layer's own experts", "a model without adapters", "merge them")
-    if config.parallel_config.prefill_context_parallel_size > 1:
+    if parallel.prefill_context_parallel_size > 1:
         raise _refused("prefill context parallelism", "tokens that are gathered by nobody", "tensor parallelism")
     if getattr(model, "runner_type", "") == "draft":
         raise _refused("a draft model with experts", "experts of one model", "another way of speculation")

@@ -95,7 +95,23 @@ class Accounts {
   // Before a cut: the least share of those who wait.
   void settle(uint64_t least) { floor_ = std::max(floor_, least); }
 
-  void serve(Account* a, uint64_t routes) { a->served = share(*a) + routes; }
+  void serve(Account* a, uint64_t routes, uint64_t now) {
+    a->served = share(*a) + routes;
+    if (last_ != a) several_ns_ = last_ ? now : 0;
+    last_ = a;
+  }
+
+  // Whether more than one caller was served within the last second.
+  bool shared(uint64_t now) const {
+    constexpr uint64_t kLatelyNs = 1000000000;
+    return several_ns_ && now - several_ns_ < kLatelyNs;
+  }
+
+  // Once in many times what is better apart is computed together: else it would not be seen when that has changed.
+  bool tries_together() {
+    constexpr uint32_t kSeldom = 1024;
+    return ++apart_ % kSeldom == 0;
+  }
 
   // What a batch took.
   void saw(uint64_t routes, uint64_t ns) {
@@ -154,6 +170,9 @@ class Accounts {
   uint64_t callers_ = 0;  // that have something waiting
   uint64_t floor_ = 0;
   double route_ns_ = 0;
+  const Account* last_ = nullptr;  // who was served last: never looked into
+  uint64_t several_ns_ = 0;        // when somebody else than before was; 0 = never
+  uint32_t apart_ = 0;
 };
 
 }  // namespace expertd

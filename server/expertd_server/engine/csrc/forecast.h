@@ -33,6 +33,11 @@ class BatchTimes {
     return 0;
   }
 
+  // Whether batches of so many rows or more, of so many routes, have been seen: then expect() is no extrapolation.
+  bool saw_as_many(uint64_t rows, uint64_t top_k) const {
+    return columns_[width(top_k)].known >> log2_up(rows, kRows - 1) != 0;
+  }
+
  private:
   static constexpr double kSmoothing = 0.2;
   static constexpr int kRows = 33, kWidths = 10;

@@ -23,7 +23,26 @@ struct Size {
     if (!b.times || deadline == ~uint64_t(0)) return true;
     return double(b.now) + b.before_ns + Forecast::kSafety * b.times->expect(tokens, top_k) + b.after_ns <= double(deadline);
   }
+  // Whether it is long, and `f`, with which it is `with`, takes about as long after it as in it.
+  bool better_apart(const Bounds& b, const Forward& f, const Size& with) const {
+    if (!b.apart || !tokens || !b.apart->saw_as_many(with.tokens, with.top_k)) return false;
+    const double together = b.apart->expect(with.tokens, with.top_k);
+    return together > kLongBatchNs &&
+           together - b.apart->expect(tokens, top_k) > kSavesLittle * b.apart->expect(f.tokens, f.top_k);
+  }
 };
+
+// Whether each of them, after those before it, is no better_apart().
+bool together(const std::vector<Item*>& queue, const Bounds& bounds) {
+  if (!bounds.apart) return true;
+  Size size;
+  for (const Item* item : queue) {
+    const Size with = size.with(item->f);
+    if (size.better_apart(bounds, item->f, with)) return false;
+    size = with;
+  }
+  return true;
+}
 
 // Moves some of `queue` to `out`; the rest stays in order of arrival.
 void turn_by_turn(std::vector<Item*>& queue, const Bounds& bounds, Accounts& accounts, Cut& out) {
@@ -56,13 +75,14 @@ void turn_by_turn(std::vector<Item*>& queue, const Bounds& bounds, Accounts& acc
     const Size with = size.with(item->f);
     const bool first = out.run.empty();
     if (!first && !(with.fits(bounds) && with.in_time(bounds, size.deadline_ns))) break;
+    if (size.better_apart(bounds, item->f, with) && !accounts.tries_together()) break;
     turns.pop();
     ++callers[which].next;
     if (first || with.in_time(bounds, with.deadline_ns)) {
       size = with;
       out.run.push_back(item);
       item->taken = true;
-      accounts.serve(item->account, routes_of(item->f));
+      accounts.serve(item->account, routes_of(item->f), bounds.now);
     }
     add(which);
   }
@@ -87,11 +107,11 @@ void cut(std::vector<Item*>& queue, const Bounds& bounds, Accounts& accounts, Cu
     }
   }
   queue.resize(kept);
-  if (queue.size() > 1 && !(size.fits(bounds) && size.in_time(bounds, size.deadline_ns)))
+  if (queue.size() > 1 && !(size.fits(bounds) && size.in_time(bounds, size.deadline_ns) && together(queue, bounds)))
     return turn_by_turn(queue, bounds, accounts, out);
   out.run.swap(queue);
   out.tokens = uint32_t(size.tokens);
-  for (const Item* item : out.run) accounts.serve(item->account, routes_of(item->f));
+  for (const Item* item : out.run) accounts.serve(item->account, routes_of(item->f), bounds.now);
 }
 
 }  // namespace expertd

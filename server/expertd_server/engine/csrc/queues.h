@@ -67,6 +67,9 @@ struct Cut {
   uint32_t tokens = 0;
 };
 
+constexpr double kLongBatchNs = 1e6;
+constexpr double kSavesLittle = 0.95;  // of the time that a request takes alone
+
 // What a batch may be.
 struct Bounds {
   uint64_t now;
@@ -74,6 +77,7 @@ struct Bounds {
   uint32_t top_k;           // rows have as many routes together as max_tokens of so many each; 0 = any number
   const BatchTimes* times;  // what it takes; null: nobody asks
   double before_ns, after_ns;  // until it can begin; from its end to its callers
+  const BatchTimes* apart;  // a long batch grows only where this says that it saves time; null: it grows
 };
 
 // Whether `f` would be late even if it were computed now and alone.
@@ -84,7 +88,7 @@ inline bool doomed(const Forward& f, const Bounds& b) {
 
 // What a batch of a layer with top_k may be now.
 inline Bounds bounds_of(const Config& config, Accounts& accounts, const LayerWork& work, uint32_t top_k, uint64_t now) {
-  Bounds b{now, config.max_tokens, top_k, nullptr, 0, 0};
+  Bounds b{now, config.max_tokens, top_k, nullptr, 0, 0, accounts.shared(now) ? &work.times : nullptr};
   if (!config.refuse_late) return b;
   accounts.forecast([&](const Forecast& f) {
     if (f.fresh(now)) b.times = &work.times;
@@ -119,6 +123,9 @@ Layer* most_urgent(const std::vector<Layer*>& layers, Accounts& accounts, uint32
 // and none of it would be late, in order of arrival; else turn by turn from the caller served least so far, of each its
 // most urgent request, until one does not fit, or makes those that were taken late.  One that only would be late itself
 // waits for another turn.  The first is taken whatever its size.
+//
+// A batch that runs is not interrupted: whoever comes meanwhile waits for its end.  So while several callers are served, a
+// batch does not grow beyond kLongBatchNs by requests that take about as long alone, afterwards.
 void cut(std::vector<Item*>& queue, const Bounds& bounds, Accounts& accounts, Cut& out);
 
 }  // namespace expertd
