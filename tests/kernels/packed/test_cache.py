@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expertd_kernels import NAMED_DEVICES, Device, decide, problem_of
+from expertd_kernels import NAMED_DEVICES, ActivationQuant, Device, decide, problem_of
 from expertd_kernels.backends import reference as backend
 from expertd_kernels.oracle.decision import backend_module
 from expertd_kernels.oracle.probe import assumed_packages
@@ -162,20 +162,39 @@ def test_checksum_sees_one_bit_anywhere():
 SOMEWHERE = ("cpu-avx512", "sm90", "sm100", "xpu-xe2", "gfx942")
 
 
-@pytest.mark.parametrize("scheme", ["int4_g32", "mxfp4", "mxfp8", "e4m3_block128", "nvfp4", "bf16"])
-@pytest.mark.parametrize("name", [b.name for b in BACKENDS])
-def test_every_backends_packed_layer_comes_back_from_disk(tmp_path, name, scheme):
-    """Whatever a packer puts into tensors and meta survives the file: unpacking gives the same weights."""
-    w = random_weights(scheme, 2, 256, 128)
+SCHEMES = ("int4_g32", "mxfp4", "mxfp8", "e4m3_block128", "nvfp4", "bf16")
+
+
+def taken(name):
+    """(weights, decision) of each scheme that the row takes on some device."""
     packages = dict(assumed_packages(BACKENDS))
-    problems = [problem_of(w, NAMED_DEVICES[d], top_k=2, packages=packages) for d in SOMEWHERE]
-    found = next((d for p in problems if (d := decide(p, pin=name)).chosen is not None), None)
-    if found is None:
-        pytest.skip(next(v for v in decide(problems[0]).verdicts if v.backend == name).refusals[0])
+    for scheme in SCHEMES:
+        w = random_weights(scheme, 2, 256, 128)
+        problems = [
+            problem_of(w, NAMED_DEVICES[d], top_k=2, packages=packages, activation_quant=rounding)
+            for rounding in ActivationQuant
+            for d in SOMEWHERE
+        ]
+        decision = next((d for p in problems if (d := decide(p, pin=name)).chosen is not None), None)
+        if decision is not None:
+            yield w, decision
+
+
+@pytest.mark.parametrize("name", [b.name for b in BACKENDS])
+def test_every_backends_packed_layers_come_back_from_disk(tmp_path, name):
+    """Whatever a packer puts into tensors and meta survives the file: unpacking gives the same weights."""
+    schemes = []
+    for w, decision in taken(name):
+        comes_back(tmp_path / w.w13.scheme.name, w, decision)
+        schemes.append(w.w13.scheme.name)
+    assert schemes
+
+
+def comes_back(path, w, found):
     module = backend_module(found.require())
     packed = module.pack(w, found.problem)
-    write_packed(tmp_path / "entry", packed, {})
-    before, after = module.unpack(packed), module.unpack(read_packed(tmp_path / "entry", {}))
+    write_packed(path, packed, {})
+    before, after = module.unpack(packed), module.unpack(read_packed(path, {}))
     for a, b in ((before.w13, after.w13), (before.w2, after.w2)):
         assert a.scheme == b.scheme
         assert [n for n, _ in a.tensors()] == [n for n, _ in b.tensors()]
