@@ -4,8 +4,8 @@
     rows  = expected(problem, held, parts, top_k)    for so many callers with a token each, in one batch
 
 Batches are drawn: tokens choose their experts by the load of a layer, and each part takes what it measured for as many
-experts and routes.  Parts and servers compute at the same time, so a layer takes as long as its slowest part.  The
-network and waiting for others are not in it.
+experts and routes.  Parts and servers compute at the same time, so a layer takes as long as its slowest part, with the
+network's delay where the inventory says it.  Waiting for others is not in it.
 """
 
 from __future__ import annotations
@@ -106,9 +106,12 @@ def expected(
     return out
 
 
-def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[tuple[NDArray[np.bool_], Surface]] | None:
-    """[E] of each part of layer n: whether it has the expert, and what it takes.  None: see expected()."""
-    out = []
+_Owner = tuple[NDArray[np.bool_], Surface, float]
+
+
+def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[_Owner] | None:
+    """[E] of each part of layer n: whether it has the expert, what it takes, the delay to it.  None: see expected()."""
+    out: list[_Owner] = []
     count = problem.num_experts[n]
     for s, place in enumerate(problem.places):
         mine = held[n, s, :count]
@@ -124,9 +127,9 @@ def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[tuple[ND
             own[[e for e in part.held if e < count]] = True
             own = left if i == len(of_layer) - 1 else own & left  # what is new is on the last device
             left = left & ~own
-            out.append((own, part.surface))
+            out.append((own, part.surface, place.delay_us))
     covered = np.zeros(count, np.bool_)
-    for own, _ in out:
+    for own, *_ in out:
         covered |= own
     return out if covered.all() else None
 
@@ -136,7 +139,7 @@ def _layer_us(
     load: NDArray[np.float64],
     tokens: int,
     top_k: int,
-    owners: Sequence[tuple[NDArray[np.bool_], Surface]],
+    owners: Sequence[_Owner],
 ) -> float:
     """Mean over drawn batches of the slowest part's time."""
     experts = len(load)
@@ -146,11 +149,12 @@ def _layer_us(
     routes = np.zeros((_DRAWS, experts), np.int64)
     for draw in range(_DRAWS):
         routes[draw] = np.bincount(chosen[draw].ravel(), minlength=experts)
-    replicas = np.sum([own for own, _ in owners], axis=0)
+    replicas = np.sum([own for own, *_ in owners], axis=0)
     times = np.zeros(_DRAWS)
-    for i, (own, surface) in enumerate(owners):
-        before = np.sum([other for other, _ in owners[:i]], axis=0) if i else np.zeros(experts, np.int64)
+    for i, (own, surface, delay_us) in enumerate(owners):
+        before = np.sum([other for other, *_ in owners[:i]], axis=0) if i else np.zeros(experts, np.int64)
         each, more = np.divmod(routes, replicas)  # replicas take turns
         mine = np.where(own, each + (before < more), 0)
-        times = np.maximum(times, surface((mine > 0).sum(axis=1), mine.sum(axis=1)))
+        hit = (mine > 0).sum(axis=1)
+        times = np.maximum(times, surface(hit, mine.sum(axis=1)) + np.where(hit > 0, delay_us, 0.0))
     return float(times.mean())
