@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from expertctl.commands.options import add_credentials, credentials, new_file
 from expertctl.common.counts import at_least, duration_s
-from expertctl.planner import observe, picture
-from expertctl.planner.expected import expected, parts_of
+from expertctl.planner import observe, picture, recorded
+from expertctl.planner.expected import Part, expected, parts_of, speed_of
 from expertctl.planner.observe import Counters, Machine
 from expertctl.planner.plan import plan
 from expertctl.planner.problem import held_of, placement_of
+from expertctl.planner.recorded import Recorded
 from expertd.common.tables import console, print_sentence
 from expertd.errors import PlacementError
 from expertd.placement import Placement
@@ -28,8 +30,9 @@ _DETAILS = """The load comes from the metrics of the servers (--metrics, or "met
 started or in --window, or from a file (--trace).  The speed of a server is its number of routes per second of kernel
 time, or without metrics what it measured when it started; its room is what its memory allows, less one layer for
 moving.  Both can be set in the inventory (--servers), a JSON file:
-{"10.0.0.1:50051": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "zone": "r1", "drain": false}}
-The expected time of a layer, for batches of 1, 8 and 64 tokens, comes from what each server measured when it started.
+{"10.0.0.1:50051": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "delay_us": 200}}
+The expected time of a layer, for batches of 1, 8 and 64 tokens, comes from what each server measured when it started,
+or from a file (--surfaces), and from the network's delay there and back (delay_us).  "zone" is beside "host"; "drain": true empties a server.
 Nothing is changed; expertctl apply moves the experts."""
 
 
@@ -77,6 +80,15 @@ def add_parser(subparsers: Any, text: str) -> None:
         metavar="N",
         help="groups of experts that stay in one zone (default: none)",
     )
+    parser.add_argument(
+        "--surfaces",
+        type=Path,
+        metavar="FILE",
+        help="what batches take at servers that do not run yet, as --record-surfaces wrote it; they are not asked",
+    )
+    parser.add_argument(
+        "--record-surfaces", type=new_file, metavar="FILE", help="write what the servers measured when they started"
+    )
     parser.add_argument("-o", "--output", type=new_file, metavar="FILE", help="file for the placement")
     parser.add_argument("--svg", type=new_file, metavar="FILE", help="file for a picture of it")
     parser.add_argument(
@@ -90,10 +102,15 @@ def run(args: argparse.Namespace) -> int:
     current = None if args.current is None else Placement.from_file(args.current)
     machines = _machines(args, current)
     described: dict[str, pb.DescribeResponse] = {}
+    known = {} if args.surfaces is None else recorded.read(args.surfaces)
+    machines = {a: machines.get(a, Machine()) for a in [*machines, *known]}
     if not args.offline:
-        described = observe.ask(list(machines), credentials(args), args.timeout)
+        described = observe.ask([a for a in machines if a not in known], credentials(args), args.timeout)
         current = current or Placement.from_describe(described)
-    counted = _counted(args, machines)
+    if args.surfaces is not None:
+        recorded.require_alike(args.surfaces, known, described)
+    machines = {a: _measured(m, known.get(a)) for a, m in machines.items()}
+    counted = _counted(args, {a: m for a, m in machines.items() if a not in known})
     loads = _loads(args, current, counted)
     problem = observe.problem_of(loads, observe.places_of(machines, described, counted, len(loads)))
     held = None if current is None else held_of(problem, current)
@@ -111,11 +128,17 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     out.print(picture.table(rows, out.width))
     print_sentence(out, picture.sentence(found))
-    parts = parts_of(described)
-    top_k = max((layer.top_k for d in described.values() for layer in d.layers), default=0)
+    parts: dict[str, Mapping[int, Sequence[Part]]] = {**parts_of(described)}
+    parts |= {a: {0: r.parts} for a, r in known.items()}
+    top_k = max(
+        [*(layer.top_k for d in described.values() for layer in d.layers), *(r.top_k for r in known.values())],
+        default=0,
+    )
     if after := expected(problem, found.held, parts, top_k) if top_k else []:
         out.print(picture.times([] if held is None else expected(problem, held, parts, top_k), after))
-    for path in (args.output, args.svg, args.record):
+    if args.record_surfaces is not None:
+        recorded.write(args.record_surfaces, described)
+    for path in (args.output, args.svg, args.record, args.record_surfaces):
         if path is not None:
             out.print(f"written: {path}", soft_wrap=True)
     return 0
@@ -128,6 +151,26 @@ def _machines(args: argparse.Namespace, current: Placement | None) -> dict[str, 
     if not addresses:
         raise PlacementError.about("servers", got="none", want="addresses, --servers FILE or --current FILE")
     return {address: known.get(address, Machine()) for address in addresses}
+
+
+def _require_alike(path: Path, loads: observe.Loads, current: Placement | None) -> None:
+    """Raises PlacementError for a trace of another model."""
+    for layer, row in loads.items():
+        want = None if current is None or not current.num_experts else current.num_experts.get(layer, 0)
+        if want is not None and want != len(row):
+            raise PlacementError.about(
+                f"{path}: layer {layer}",
+                got=f"{len(row)} numbers",
+                want=f"{want}, one for each expert" if want else "a layer that servers hold",
+                remedy="is it another model's? expertctl plan --record writes one",
+            )
+
+
+def _measured(machine: Machine, found: Recorded | None) -> Machine:
+    """With the speed that was recorded, where none is given."""
+    if found is None or machine.speed:
+        return machine
+    return replace(machine, speed=speed_of({0: found.parts}, found.top_k))
 
 
 def _counted(args: argparse.Namespace, machines: Mapping[str, Machine]) -> dict[str, Counters]:
@@ -147,6 +190,7 @@ def _counted(args: argparse.Namespace, machines: Mapping[str, Machine]) -> dict[
 def _loads(args: argparse.Namespace, current: Placement | None, counted: Mapping[str, Counters]) -> observe.Loads:
     if args.trace is not None:
         loads = observe.read_loads(args.trace)
+        _require_alike(args.trace, loads, current)
     elif not counted:
         raise PlacementError.about("load", got="none", want="--trace FILE, or --metrics PORT of servers that run")
     else:

@@ -4,21 +4,21 @@
     rows  = expected(problem, held, parts, top_k)    for so many callers with a token each, in one batch
 
 Batches are drawn: tokens choose their experts by the load of a layer, and each part takes what it measured for as many
-experts and routes.  Parts and servers compute at the same time, so a layer takes as long as its slowest part.  The
-network and waiting for others are not in it.
+experts and routes.  Parts and servers compute at the same time, so a layer takes as long as its slowest part, with the
+network's delay where the inventory says it.  Waiting for others is not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from expertctl.planner.problem import Held, Problem
+from expertd.common.surface import Surface
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = ["CALLERS", "Expected", "Part", "Surface", "expected", "parts_of", "speed_of"]
@@ -27,46 +27,6 @@ CALLERS = (1, 8, 64)
 _DRAWS = 24
 _MOST_LAYERS = 16
 """That are drawn for, evenly spread: layers of a model are alike."""
-
-
-@dataclass(frozen=True)
-class Surface:
-    """points: (experts hit, routes, microseconds), at least one."""
-
-    points: tuple[tuple[int, int, float], ...]
-
-    @cached_property
-    def _columns(self) -> tuple[NDArray[np.float64], list[tuple[NDArray[np.float64], NDArray[np.float64]]]]:
-        """Numbers of experts, ascending; of each, routes an expert and microseconds."""
-        experts = sorted({e for e, _, _ in self.points})
-        columns = []
-        for e in experts:
-            rows, us = zip(*sorted((routes / e, us) for n, routes, us in self.points if n == e), strict=True)
-            columns.append((np.array(rows, np.float64), np.array(us, np.float64)))
-        return np.array(experts, np.float64), columns
-
-    def __call__(self, experts: NDArray[np.int64], routes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Microseconds of batches: 0 where nothing is hit, else between the points around, and in proportion beyond
-        them."""
-        counts, columns = self._columns
-        rows = routes / np.maximum(experts, 1)
-        each = np.array([_line(rows, *column) for column in columns])  # [counts, batches]
-        out = each[0] if len(counts) > 1 else each[0] * np.maximum(experts / counts[0], 1.0)
-        for i in range(1, len(counts)):
-            part = (experts - counts[i - 1]) / (counts[i] - counts[i - 1])
-            last = i == len(counts) - 1
-            beyond = part >= 0 if last else (part >= 0) & (part <= 1)
-            out = np.where(beyond, each[i - 1] + part * (each[i] - each[i - 1]), out)
-        return np.where(experts > 0, np.maximum(out, 0.0), 0.0)
-
-
-def _line(at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Between the points; before the first as at it; beyond the last as steep as before it."""
-    inside: NDArray[np.float64] = np.interp(at, x, y)
-    if len(x) == 1:
-        return np.where(at > x[0], y[0] * at / x[0], inside)
-    slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
-    return np.where(at > x[-1], y[-1] + slope * (at - x[-1]), inside)
 
 
 @dataclass(frozen=True)
@@ -146,9 +106,12 @@ def expected(
     return out
 
 
-def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[tuple[NDArray[np.bool_], Surface]] | None:
-    """[E] of each part of layer n: whether it has the expert, and what it takes.  None: see expected()."""
-    out = []
+_Owner = tuple[NDArray[np.bool_], Surface, float]
+
+
+def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[_Owner] | None:
+    """[E] of each part of layer n: whether it has the expert, what it takes, the delay to it.  None: see expected()."""
+    out: list[_Owner] = []
     count = problem.num_experts[n]
     for s, place in enumerate(problem.places):
         mine = held[n, s, :count]
@@ -164,9 +127,9 @@ def _owners(problem: Problem, held: Held, parts: Parts, n: int) -> list[tuple[ND
             own[[e for e in part.held if e < count]] = True
             own = left if i == len(of_layer) - 1 else own & left  # what is new is on the last device
             left = left & ~own
-            out.append((own, part.surface))
+            out.append((own, part.surface, place.delay_us))
     covered = np.zeros(count, np.bool_)
-    for own, _ in out:
+    for own, *_ in out:
         covered |= own
     return out if covered.all() else None
 
@@ -176,7 +139,7 @@ def _layer_us(
     load: NDArray[np.float64],
     tokens: int,
     top_k: int,
-    owners: Sequence[tuple[NDArray[np.bool_], Surface]],
+    owners: Sequence[_Owner],
 ) -> float:
     """Mean over drawn batches of the slowest part's time."""
     experts = len(load)
@@ -186,11 +149,12 @@ def _layer_us(
     routes = np.zeros((_DRAWS, experts), np.int64)
     for draw in range(_DRAWS):
         routes[draw] = np.bincount(chosen[draw].ravel(), minlength=experts)
-    replicas = np.sum([own for own, _ in owners], axis=0)
+    replicas = np.sum([own for own, *_ in owners], axis=0)
     times = np.zeros(_DRAWS)
-    for i, (own, surface) in enumerate(owners):
-        before = np.sum([other for other, _ in owners[:i]], axis=0) if i else np.zeros(experts, np.int64)
+    for i, (own, surface, delay_us) in enumerate(owners):
+        before = np.sum([other for other, *_ in owners[:i]], axis=0) if i else np.zeros(experts, np.int64)
         each, more = np.divmod(routes, replicas)  # replicas take turns
         mine = np.where(own, each + (before < more), 0)
-        times = np.maximum(times, surface((mine > 0).sum(axis=1), mine.sum(axis=1)))
+        hit = (mine > 0).sum(axis=1)
+        times = np.maximum(times, surface(hit, mine.sum(axis=1)) + np.where(hit > 0, delay_us, 0.0))
     return float(times.mean())

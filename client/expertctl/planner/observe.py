@@ -64,6 +64,7 @@ class Machine:
     experts   of each layer that it has room for
     host, zone   replicas are placed apart; host "" = that of the address
     drain     it is to hold nothing any more
+    delay_us  of the network to it and back
     """
 
     metrics: str = ""
@@ -72,6 +73,7 @@ class Machine:
     host: str = ""
     zone: str = ""
     drain: bool = False
+    delay_us: float = 0.0
 
 
 @dataclass
@@ -106,7 +108,15 @@ def inventory(path: Path) -> dict[str, Machine]:
 
 
 def _machine(where: str, facts: object) -> Machine:
-    want = {"metrics": str, "speed": (int, float), "experts": int, "host": str, "zone": str, "drain": bool}
+    want = {
+        "metrics": str,
+        "speed": (int, float),
+        "experts": int,
+        "host": str,
+        "zone": str,
+        "drain": bool,
+        "delay_us": (int, float),
+    }
     if not isinstance(facts, dict):
         raise PlacementError.about(where, got=type(facts).__name__, want="an object")
     for key, value in facts.items():
@@ -218,7 +228,7 @@ def places_of(
         room, total = (0, False) if m.drain else (m.experts, False)
         if not room and not m.drain:
             room, total = _room(address, described.get(address), expert, besides, layers), True
-        out.append(Place(address, speeds[address] or usual, room, host, m.zone, total))
+        out.append(Place(address, speeds[address] or usual, room, host, m.zone, total, m.delay_us))
     return out
 
 

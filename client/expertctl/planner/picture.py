@@ -88,7 +88,7 @@ def times(before: Sequence[Expected], after: Sequence[Expected]) -> Table:
     known = {e.callers: f"{e.layer_us:,.0f} us" for e in before}
     for e in after:
         out.add_row(str(e.callers), known.get(e.callers, "-"), f"{e.layer_us:,.0f} us", f"{e.tokens_per_s:,.0f}")
-    out.caption = "callers: with one token each, in one batch; without the network"
+    out.caption = "callers: with one token each, in one batch"
     return out
 
 

@@ -24,7 +24,8 @@ Held = NDArray[np.bool_]
 @dataclass(frozen=True, slots=True)
 class Place:
     """One server.  speed: routes a second; experts: of each layer that it has room for, or of all layers together where
-    `total`; host, zone: replicas are not put into the same one where there is another."""
+    `total`; host, zone: replicas are not put into the same one where there is another; delay_us: of the network there
+    and back."""
 
     address: str
     speed: float
@@ -32,6 +33,7 @@ class Place:
     host: str = ""
     zone: str = ""
     total: bool = False
+    delay_us: float = 0.0
 
 
 @dataclass(frozen=True)

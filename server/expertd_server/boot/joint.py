@@ -101,6 +101,7 @@ class JointAssigner(Assigner):
         ]
         self._stats = {} if config.routing_stats is None else read_stats(config.routing_stats)
         self._counts: tuple[int, ...] | None = None
+        self._moved: dict[int, Mapping[int, int]] = {}
         self.why = ""
         """How it was decided which experts go where, for people."""
 
@@ -115,7 +116,7 @@ class JointAssigner(Assigner):
         parts = []
         for site, experts in enumerate(self._shares(whole)):
             if experts:
-                parts.append((site, replace(self._each[site].layer(n, experts), why=self._reason())))
+                parts.append((site, replace(self._each[site].layer(n, experts), why=self._reason(n))))
         decisions = [a.decision for _, a in parts]
         found = next((d for d in decisions if d.chosen is None), decisions[0])
         pin = self._pins(n)
@@ -146,13 +147,26 @@ class JointAssigner(Assigner):
         shares = ", ".join(f"{n} on {p.name}" for n, p in zip(self._counts or (), self.places, strict=True))
         return f"{shares} ({self._reason()})"
 
-    def _reason(self) -> str:
-        return f"{self.why}; {'the most used first' if self._stats else 'in order of their ids'}"
+    def arrange(self, layer: int, where: Mapping[int, int]) -> Mapping[int, int]:
+        """From now on each expert of that layer is at the place of that number, as many as each place has; {}: as it
+        was at the start.  Returns what was said before."""
+        before = self._moved.pop(layer, {})
+        if where:
+            self._moved[layer] = where
+        return before
+
+    def _reason(self, layer: int = -1) -> str:
+        order = "the most used first" if self._stats else "in order of their ids"
+        return f"{self.why}; {'moved as routing changed' if layer in self._moved else order}"
 
     def _shares(self, whole: Assignment) -> list[tuple[int, ...]]:
         """Ids of the experts at each place, ascending."""
-        row = self._stats.get(whole.info.layer, [])
-        ranked = sorted(whole.held, key=lambda e: (-row[e] if e < len(row) else 0.0, e))
+        row, moved = self._stats.get(whole.info.layer, []), self._moved.get(whole.info.layer, {})
+
+        def rank(e: int) -> tuple[int, float, int]:
+            return moved.get(e, len(self.places)), -row[e] if e < len(row) else 0.0, e
+
+        ranked = sorted(whole.held, key=rank)
         counts = self._counts or (len(ranked),)
         out, at = [], 0
         for n in counts[:-1]:
@@ -181,10 +195,13 @@ class JointAssigner(Assigner):
         )
 
     def _most(self, site: int, layers: Sequence[Assignment], held: int, free: int) -> int:
-        """The most experts of each layer that fit there beside the others at places of the same memory."""
+        """The most experts of each layer that fit there beside the others at places of the same memory, and beside one
+        layer more where experts are moved."""
         same = [i for i, p in enumerate(self.places) if p.device == self.places[site].device]
         config = site_config(self._config, self.places[site].name)
         alone = [self._each[site].layer(a.info.layer, a.held) for a in layers]
+        if self._config.move_rate and alone:
+            alone.append(max(alone, key=lambda a: len(a.held)))
         return most_that_fits(held, alone, lambda these: fits_into(config, these, free // len(same)))
 
     def _as_asked(self, layers: Sequence[Assignment], most: Sequence[int]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from expertd_server.boot.autotuning import Autotuning
 from expertd_server.boot.choice import BackendRejectedError, Choice
 from expertd_server.boot.memory import hold
 from expertd_server.boot.prepare import LayerWeights, Prepared, Workshop, prepare, warm_up, will_read
-from expertd_server.boot.slowed import SlowedExperts
+from expertd_server.boot.slowed import slowed
 from expertd_server.boot.surfaces import surface_of
 from expertd_server.engine.joined import Part, join
 from expertd_server.engine.served import ServedLayer
@@ -95,7 +95,7 @@ def boot_layer(
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
     parts = _prepared(choice, assignment, canonical, workshop, like if workshop.device.type != "cpu" else None)
     assignment = replace(assignment, decision=choice.decision)
-    served = _served(assignment, parts, workshop.route_s)
+    served = _served(assignment, parts, workshop)
     prepared = [m for _, m in parts]
     surface: tuple[Point, ...] = ()
     if surfaces:
@@ -211,13 +211,13 @@ def _prepared(
             choice.refuse(row.name, e)
 
 
-def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]], route_s: float) -> ServedLayer:
-    info = assignment.info
+def _served(assignment: Assignment, parts: Sequence[tuple[int | None, Prepared]], workshop: Workshop) -> ServedLayer:
+    info, route_s = assignment.info, workshop.route_s
     experts: Experts = parts[0][1].experts
     if len(parts) > 1:
         experts = BucketedExperts([(most, m.experts) for most, m in parts])
     if route_s:
-        experts = SlowedExperts(experts, route_s)
+        experts = slowed(experts, route_s, beside_others=bool(workshop.parts_s))
     return ServedLayer(
         layer=info.layer,
         num_experts=info.num_experts,

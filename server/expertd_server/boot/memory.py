@@ -184,7 +184,8 @@ def site_config(config: ServeConfig, name: str) -> ServeConfig:
     limited = name.partition(":")[0] != "cpu" or kinds == {"cpu"}
     shared = config.shm_memory if name == config.devices[0] else 0
     limit = config.memory_limit if limited else 0
-    return replace(config, device=name, split=None, routing_stats=None, memory_limit=limit, shm_memory=shared)
+    alone = replace(config, device=name, split=None, routing_stats=None, move_rate=0, test_part_us=None)
+    return replace(alone, memory_limit=limit, shm_memory=shared)
 
 
 def by_site(

@@ -70,7 +70,7 @@ class Workshop:
     stream   of an accelerator: what requests are computed on, with its scratch memory; None = the current one
     alone    runs work while nothing else computes on that stream
     kernels  compiled by other processes meanwhile; None: none are
-    route_s  for tests: so much longer for each token of an expert
+    route_s  for tests: so much longer for each token of an expert; parts_s: at each site
     seconds  spent by stage of the boot: "load" (waiting for what is read), "copy" (to the device), "measure", "pack",
              "compile", "check", "store", "map", "warm_up"
     reading  seconds of reading and bytes fetched from storage
@@ -99,6 +99,7 @@ class Workshop:
     compiled: set[tuple[Any, ...]] = field(default_factory=set)
     proven: set[tuple[Any, ...]] = field(default_factory=set)
     route_s: float = 0.0
+    parts_s: Sequence[float] = ()
     space: JoinedSpace | None = None
     node: int | None = None
     name: str = ""
@@ -113,7 +114,7 @@ class Workshop:
             device=where.device,
             stream=where.stream,
             memory=None if self.memory is None else self.memory.of(where.name),
-            route_s=self.route_s if where.device.type == "cpu" else 0.0,
+            route_s=(self.parts_s[site] if self.parts_s else self.route_s) if where.device.type == "cpu" else 0.0,
             space=None,
             node=where.node,
             name=where.name,

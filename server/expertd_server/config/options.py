@@ -183,6 +183,13 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "with several devices, how often each expert is used, as expertctl plan --record writes it: the most"
                 " used experts of each layer go to the first device; default: the lowest ids",
             ),
+            Option(
+                "move_rate",
+                size,
+                "SIZE",
+                "with several devices, bytes of packed weights a second for moving experts as routing changes, for"
+                " example 200MiB; needs room for one layer more; 0 = experts stay where they are",
+            ),
             Option("shm_memory", size, "SIZE", "most shared memory of all connections together"),
         ),
     ),
@@ -348,6 +355,12 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 whole(0),
                 "US",
                 "additional microseconds for each route, to imitate a slower machine; not on a GPU",
+            ),
+            Option(
+                "test_part_us",
+                Split.parse,
+                "US,US",
+                "the same for each device of --device, to imitate unequal ones",
             ),
         ),
     ),

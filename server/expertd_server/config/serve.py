@@ -32,6 +32,7 @@ class ServeConfig:
     device: str = "auto"
     split: Split | None = None
     routing_stats: Path | None = None
+    move_rate: int = 0
     backend: str = "auto"
     oracle: str = "order"
     copies: int = 1
@@ -77,6 +78,7 @@ class ServeConfig:
     log_format: str = "text"
     traces: bool = False
     test_route_us: int = 0
+    test_part_us: Split | None = None
 
     def __post_init__(self) -> None:
         if (self.checkpoint is None) == (self.synthetic is None):
@@ -108,16 +110,22 @@ class ServeConfig:
             raise ConfigError(
                 f"--oracle measure: got it with --device {self.device}, want one device: it compares backends"
             )
-        for flag, value in (("--split", self.split), ("--routing-stats", self.routing_stats)):
+        for flag, value in (
+            ("--split", self.split),
+            ("--routing-stats", self.routing_stats),
+            ("--move-rate", self.move_rate or None),
+            ("--test-part-us", self.test_part_us),
+        ):
             if value is not None and not self.joins:
                 raise ConfigError(
                     f"{flag}: got it with --device {self.device}, want several devices, such as cuda:0,cpu"
                 )
-        if self.split is not None and len(self.split.counts) != len(names):
-            got = len(self.split.counts)
-            raise ConfigError(
-                f"--split {self.split}: got {got} number{'s' * (got > 1)}, want one for each of {len(names)} devices"
-            )
+        for flag, split in (("--split", self.split), ("--test-part-us", self.test_part_us)):
+            if split is not None and len(split.counts) != len(names):
+                got = len(split.counts)
+                raise ConfigError(
+                    f"{flag} {split}: got {got} number{'s' * (got > 1)}, want one for each of {len(names)} devices"
+                )
 
     def _check_security(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

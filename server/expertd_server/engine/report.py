@@ -9,7 +9,7 @@ from typing import NamedTuple
 from expertd_server.engine.request import Array, Stages
 from expertd_server.engine.served import ServedLayer
 
-__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "CallReport", "LoadNow", "RequestReport", "Waits", "stages_of"]
+__all__ = ["WAIT_BOUNDS_NS", "BatchReport", "CallReport", "LoadNow", "Moves", "RequestReport", "Waits", "stages_of"]
 
 WAIT_BOUNDS_NS = tuple(m * 10**e for e in range(4, 10) for m in (1, 2, 5))
 """Bounds of the histogram of waits: 10 us to 5 s, three a decade; csrc/core.h has the same."""
@@ -57,6 +57,16 @@ class BatchReport(NamedTuple):
     stages: Stages
     expert_tokens: Array
     batches: int = 1
+
+
+class Moves(NamedTuple):
+    """Of experts among devices that share layers, so far.  experts: that changed their device; nbytes: of weights that
+    were packed for that; failed: times."""
+
+    experts: int = 0
+    layers: int = 0
+    nbytes: int = 0
+    failed: int = 0
 
 
 class CallReport(NamedTuple):

@@ -67,8 +67,10 @@ from expertd_server.engine.core import CoreMissingError
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.joined import JoinedSpace, Site
 from expertd_server.engine.policy import Policy
+from expertd_server.engine.report import BatchReport, Moves
 from expertd_server.host.from_options import largest_message, security_of
 from expertd_server.residence.changes import Changes
+from expertd_server.residence.follower import Follower
 from expertd_server.residence.remembered import recall, remember
 from expertd_server.residence.residence import Residence
 from expertd_server.service.service import Service
@@ -127,6 +129,7 @@ class Host:
         self._transports: list[Transport] = []
         self._admin: AdminTransport | None = None
         self._traces: Traces | None = None
+        self._follower: Follower | None = None
         self._loader: threading.Thread | None = None
         self._kernels = kernels
         self._epoch = 0
@@ -181,6 +184,8 @@ class Host:
         self._require_served(assignments)
         self._require_room(assignments)
         self.residence = Residence(config, assigner, self._workshop, self.engine, oracle, self._changed)
+        if config.move_rate:
+            self._follower = Follower(self.residence, config.devices, config.move_rate)
         self._changes = Changes(self.residence, self._committed)
         self._changes.epoch = self._epoch
         self._updates = Updates(config, self.residence, source, store, self.metrics.updates, served)
@@ -207,6 +212,8 @@ class Host:
         self.service.drain()
         answered = [t.drain(until_s) for t in self._transports]
         done = all(answered)
+        if self._follower is not None:
+            self._follower.close()
         self.engine.stop(max(0.1, until_s - time.monotonic()) if done else 0.1)
         return done
 
@@ -223,6 +230,8 @@ class Host:
         if self.address:
             self._updates.close()
             self._changes.close()
+        if self._follower is not None:
+            self._follower.close()
         for t in transports:
             t.close()
         if http is not None:
@@ -265,6 +274,8 @@ class Host:
                 self.service.open(self._describe)
                 for t in self._transports:
                     t.open()
+                if self._follower is not None:
+                    self._follower.start()
         except BaseException as e:
             self.loaded.set_exception(e)
         else:
@@ -304,7 +315,7 @@ class Host:
                     config.refuse_late,
                 ),
                 nonfinite=config.nonfinite,
-                observe=self.metrics.batch,
+                observe=self._computed,
                 answered=self._answered,
                 traced=None if self._traces is None else self._traces.add,
                 on_fault=self._faulted,
@@ -323,9 +334,12 @@ class Host:
         if device is not None and device.type == "cuda" and not torch.version.hip and config.metrics_listen is not None:
             self._watch_gpu(device)
         if space is not None:
-            self.metrics.registry.register(PartMetrics([s.name for s in space.sites], space.times))
+            self.metrics.registry.register(PartMetrics([s.name for s in space.sites], space.times, self._moves))
         self.metrics.before_a_scrape(lambda: engine.delivery.report(scraped=True))
         return engine
+
+    def _moves(self) -> Moves:
+        return Moves() if self._follower is None else self._follower.moves
 
     def _watch_gpu(self, where: torch.device) -> None:
         uuid = str(torch.cuda.get_device_properties(where).uuid)
@@ -356,6 +370,7 @@ class Host:
             stream=self.engine.stream,
             alone=self.engine.between if where.type != "cpu" or space is not None else lambda work: work(),
             route_s=1e-6 * config.test_route_us if where.type == "cpu" else 0.0,
+            parts_s=() if config.test_part_us is None else [1e-6 * us for us in config.test_part_us.counts],
             space=space,
             name=config.device,
             kernels=self._kernels,
@@ -507,6 +522,12 @@ class Host:
 
     def _serves(self) -> bool:
         return self.loaded.done() and self.loaded.exception() is None
+
+    def _computed(self, b: BatchReport) -> None:
+        """Batches of a layer were."""
+        self.metrics.batch(b)
+        if self._follower is not None:
+            self._follower.count(b)
 
     def _answered(self, reason: str, requests: int) -> None:
         """The engine has answered requests without a transport of ours."""

@@ -29,6 +29,7 @@ from expertd_kernels.native.memory import available_bytes
 from expertd_kernels.oracle.probe import use_device
 from expertd_server.boot.assignment import Assigner, Assignment, BootError
 from expertd_server.boot.autotuning import Autotuning
+from expertd_server.boot.joint import JointAssigner
 from expertd_server.boot.layers import Booted, Stopped, boot_layer, boot_layers
 from expertd_server.boot.memory import MemoryPlan, by_site, free_bytes, hold, plan_memory, require_room
 from expertd_server.boot.prepare import Workshop
@@ -90,6 +91,7 @@ class Residence:
         self._oracle, self._changed = oracle, changed
         self._changing = threading.Lock()
         self._claimed = ""
+        self._moving = False
         self.version = FIRST
         self.before: Weights | None = None
         self.booted: Mapping[int, Booted] = MappingProxyType({})
@@ -191,6 +193,32 @@ class Residence:
             self._changing.release()
         self._release(gone, timeout_s)
 
+    def rearrange(self, booted: Booted, where: Mapping[int, int], stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Share a layer among its devices in another way: packed anew, and served instead of `booted`.  where: number
+        of the device of each expert held.  False: what is held has changed meanwhile, or the weights before are kept.
+        The packed weights are not cached: there would be as many entries as moves.  Raises BootError, or Stopped once
+        stopped() says so, and then nothing has changed."""
+        self._require_unclaimed()
+        layer = booted.assignment.info.layer
+        self._moving = True
+        try:
+            with self._changing:
+                if self.booted.get(layer) is not booted or self.before is not None:
+                    return False
+                assigner = self._assigner
+                assert isinstance(assigner, JointAssigner)
+                before = assigner.arrange(layer, where)
+                try:
+                    a = assigner.layer(layer, booted.assignment.held)
+                    gone = self._swap(Change(self._prepare([a], stopped=stopped, cached=False)))
+                except BaseException:
+                    assigner.arrange(layer, before)
+                    raise
+        finally:
+            self._moving = False
+        self._release(gone, _RELEASE_S)
+        return True
+
     def abort(self, change: Change) -> None:
         """Let go of it."""
         change.new.clear()
@@ -202,7 +230,7 @@ class Residence:
     def claim(self, why: str) -> None:
         """What is held stays so until unclaim(): changes are refused with `why`.  Raises BootError where one is under
         way."""
-        if not self._changing.acquire(blocking=False):
+        if not self._changing.acquire(timeout=_RELEASE_S if self._moving else 0):
             raise BootError("a change of what this server holds is under way; want that done first")
         self._claimed = why
 
@@ -302,12 +330,16 @@ class Residence:
         assignments: Sequence[Assignment],
         ready: Callable[[int], None] = lambda done: None,
         stopped: Callable[[], bool] = lambda: False,
+        cached: bool = True,
     ) -> dict[int, Booted]:
-        """Read, pack, check and warm up, while the engine serves."""
+        """Read, pack, check and warm up, while the engine serves.  cached: whether packed weights may be those of the
+        cache, and are kept there."""
         if not assignments:
             return {}
         self.drop_before()  # what is held will be other experts, and they may need the room
         workshop, out = self._workshop, dict[int, Booted]()
+        if not cached:
+            workshop = replace(workshop, cache=None)
         use_device(workshop.device)
         memory = self._require_room(assignments)
         for at in replace(workshop, memory=memory).each:

@@ -94,6 +94,29 @@ def test_the_most_used_experts_are_on_the_first_device(tmp_path):
     assert "--split 18,110; the most used first" in a.shares_text()
 
 
+def test_experts_that_were_moved_stay_where_they_are_and_the_rest_goes_on_as_before():
+    config, a = assigner(GPU, CPU, split=Split((4, 124)))
+    where = {e: 0 if e in (1, 50, 60, 70) else 1 for e in range(128)}
+    assert a.arrange(3, where) == {}
+    assert shares(a.layer(3))[0] == (1, 50, 60, 70)
+    assert {p.why for p in a.layer(3).each} == {"--split 4,124; moved as routing changed"}
+    assert shares(a.of(open_source(config)).layer(3))[0] == (1, 50, 60, 70), "also of new weights"
+    assert shares(a.layer(4))[0] == (0, 1, 2, 3)
+    assert shares(a.layer(3, [0, *range(50, 128)]))[0] == (0, 50, 60, 70), "who comes is behind those that were there"
+    assert a.arrange(3, {}) == where
+    assert shares(a.layer(3))[0] == (0, 1, 2, 3)
+
+
+def test_moving_leaves_room_for_one_layer_more():
+    free = [6 * GIB, 64 * GIB]
+    _, stays = assigner(GPU, CPU, free=free)
+    config, moves = assigner(GPU, CPU, free=free, move_rate=1 << 20)
+    few, many = (len(shares(a.all()[0])[0]) for a in (moves, stays))
+    assert few < many
+    (_, own, these), _ = by_site(config, moves.all())
+    assert fits_into(own, [*these, these[0]], 6 * GIB)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

@@ -182,4 +182,4 @@ def test_help_begins_with_the_six_most_needed_options_and_groups_the_rest():
     assert order + titles == sorted(order + titles)
     assert len(dict(GROUPS)[MOST_USED]) == 6
     assert "(default: 4GiB)" in " ".join(text.split())
-    assert [o.name for o in dict(GROUPS)[TESTS]] == ["test_route_us"]
+    assert [o.name for o in dict(GROUPS)[TESTS]] == ["test_route_us", "test_part_us"]

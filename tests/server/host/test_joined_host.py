@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -17,7 +19,8 @@ from expertd.common.tables import console
 from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
 from expertd_kernels.sources.synthetic import random_inputs
-from expertd_server.boot.assignment import open_source
+from expertd_server.boot.assignment import BootError, open_source
+from expertd_server.boot.layers import Stopped
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Address, Split
 from expertd_server.host.host import Host
@@ -161,3 +164,88 @@ def test_in_float32_sums_are_as_exact_as_one_device_s(started, weights):
         answer = client.forward(0, *batch, output_dtype="f32")
     assert error(answer, weights[0], batch) <= tolerance("f32")
     assert np.asarray(answer.output).dtype == np.float32
+
+
+def test_experts_are_moved_as_routing_changes_and_no_call_fails(started, weights):
+    host = started(
+        split=Split((3, 5)),
+        move_rate=1 << 40,
+        test_part_us=Split((0, 400)),
+        metrics_listen=Address("127.0.0.1", 0),
+    )
+    follower = host._follower
+    stop, answers, faults = threading.Event(), [], []
+
+    def call() -> None:
+        with ExpertClient(host.address) as client:
+            n = 0
+            while not stop.is_set():
+                x, _, w = random_inputs(4, H, E, K, seed=n)
+                ids = torch.tensor([[5, 7]] * 4, dtype=torch.int32)
+                ids[0, 0] = n % E if n % E != 7 else 0
+                try:
+                    answers.append(error(client.forward(n % 2, x, ids, w), weights[n % 2], (x, ids, w)))
+                except Exception as e:
+                    faults.append(e)
+                n += 1
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        deadline = time.monotonic() + 60
+        while follower.moves.layers < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen = len(answers)
+        while len(answers) < seen + 20 and not faults:
+            time.sleep(0.01)
+    finally:
+        stop.set()
+        caller.join()
+    assert not faults
+    assert max(answers) <= tolerance("bf16")
+    with ExpertClient(host.address) as client:
+        layers = client.describe().layers
+    for layer in layers:
+        held = {p.device: {e for r in p.held for e in range(r.first, r.first + r.count)} for p in layer.parts}
+        assert {5, 7} <= held["cpu:0"]
+        assert [len(held[d]) for d in ("cpu:0", "cpu:1")] == [3, 5]
+        assert {p.why for p in layer.parts} == {"--split 3,5; moved as routing changed"}
+    scraped = generate_latest(host.metrics.registry).decode()
+    moved = next(x for x in scraped.splitlines() if x.startswith("expertd_part_moves_total"))
+    assert float(moved.split()[-1]) >= 8
+    assert "expertd_part_moves_failed_total 0.0" in scraped
+
+
+def test_a_move_is_not_kept_in_the_cache_and_a_change_keeps_it(started, weights, tmp_path):
+    host = started(split=Split((5, 3)), cache=tmp_path / "cache", admin_listen=None)
+    entries = sorted(p.name for p in (tmp_path / "cache").rglob("*"))
+    before = host.residence.booted[0]
+    where = dict.fromkeys(range(3), 1) | dict.fromkeys(range(3, 8), 0)
+    assert host.residence.rearrange(before, where)
+    assert not host.residence.rearrange(before, where), "that layer is not held any more"
+    assert sorted(p.name for p in (tmp_path / "cache").rglob("*")) == entries
+    batch = random_inputs(20, H, E, K, seed=1)
+    with ExpertClient(host.address) as client:
+        assert error(client.forward(0, *batch), weights[0], batch) <= tolerance("bf16")
+        host.residence.remove(0, experts=[4], timeout_s=20)
+        held = [e for e in range(E) if e != 4]
+        assert error(client.forward(0, *batch), weights[0], batch, held) <= tolerance("bf16")
+        assert {e for r in client.describe().layers[0].parts[0].held for e in range(r.first, r.first + r.count)} >= {
+            3,
+            5,
+        }
+
+
+def test_a_move_waits_for_a_change_and_an_update_for_a_move(started):
+    host = started(split=Split((5, 3)))
+    residence, booted = host.residence, host.residence.booted[0]
+    residence.claim("an update is under way")
+    with pytest.raises(BootError, match="an update is under way"):
+        residence.rearrange(booted, dict.fromkeys(range(5), 0))
+    residence.unclaim()
+    assert residence.booted[0] is booted
+    with pytest.raises(Stopped):
+        residence.rearrange(booted, dict.fromkeys(range(3), 1), lambda: True)
+    assert residence._assigner.layer(0).each[0].held == tuple(range(5)), "what failed is not remembered"
+    residence.claim("again")
+    residence.unclaim()
