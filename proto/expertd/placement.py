@@ -21,12 +21,14 @@ from typing import TypeVar
 
 from google.protobuf import json_format
 
+from expertd.common.files import read_file
 from expertd.common.ranges import format_ranges, merged, parse_ranges
-from expertd.errors import PlacementError
+from expertd.errors import PlacementError, printable
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import placement_pb2
 
 __all__ = [
+    "MOST_BYTES",
     "MOST_EXPERTS",
     "MOST_HELD",
     "MOST_LAYERS",
@@ -48,7 +50,7 @@ MOST_OF_MODEL = 1 << 19
 MOST_SERVERS = 1 << 14
 MOST_HELD = 1 << 21
 """Experts of all layers that all servers of a placement hold together."""
-_MOST_BYTES = 8 << 20
+MOST_BYTES = 8 << 20
 """Of a placement in JSON."""
 
 
@@ -198,7 +200,7 @@ class Placement:
     def from_file(cls, path: Path) -> Placement:
         """from_json() of a file; where it raises PlacementError, its text begins with the file's name."""
         try:
-            return cls.from_json(path.read_bytes())
+            return cls.from_json(read_file(path, MOST_BYTES))
         except OSError as error:
             raise PlacementError(f"{path}: cannot be read: {error.strerror}") from None
         except PlacementError as error:
@@ -207,8 +209,8 @@ class Placement:
     @classmethod
     def from_json(cls, text: str | bytes) -> Placement:
         """The inverse.  Raises PlacementError that names the key and what was expected there."""
-        if len(text) > _MOST_BYTES:
-            raise PlacementError.about("placement", got=f"{len(text)} bytes", want=f"at most {_MOST_BYTES}")
+        if len(text) > MOST_BYTES:
+            raise PlacementError.about("placement", got=f"{len(text)} bytes", want=f"at most {MOST_BYTES}")
         message = placement_pb2.Placement()
         servers = _servers(text)
         if servers > MOST_SERVERS:  # before it takes seconds to read them
@@ -216,7 +218,7 @@ class Placement:
         try:
             json_format.Parse(text, message)
         except (json_format.ParseError, UnicodeDecodeError) as error:
-            raise PlacementError(f"placement: {' '.join(str(error).split())}") from error
+            raise PlacementError(f"placement: {printable(' '.join(str(error).split()))}") from error
         return cls.from_message(message)
 
     @classmethod
@@ -272,7 +274,8 @@ def expert_ids(address: str, layer: pb.Layer, most: int = MOST_HELD) -> tuple[in
 
 def _model(answer: pb.DescribeResponse) -> str:
     m = answer.model
-    return f"{m.family or 'unnamed'} with hidden size {m.hidden_size}, fingerprint {m.fingerprint or 'unknown'}"
+    family, fingerprint = printable(m.family or "unnamed", 64), printable(m.fingerprint or "unknown", 128)
+    return f"{family} with hidden size {m.hidden_size}, fingerprint {fingerprint}"
 
 
 def _fold(by_layer: Mapping[int, tuple[int, ...]]) -> dict[str, str]:

@@ -1,10 +1,11 @@
 """Plants one fault at a time in a copy of the tree, runs the tests of its file, and says whether they failed.
 
-    python tests/faults/plant.py [--group guard|known|own] [--sound] [--only TEXT] [--table FILE]
+    python tests/faults/plant.py [--group guard|known|own] [--sound] [--only TEXT] [--table FILE] [--results FILE]
 
 The faults are in planted.toml: a piece of Python or C++, what replaces it, and the tests that should fail.  The working
 tree is not touched.  C++ libraries are compiled anew, not optimized.  First the tests run on the unchanged copy, where
-they have to pass.  Exit code 1 where less than 90 % of the faults were caught, or a fault could not be planted.
+they have to pass.  A run that was ended goes on where it was: with --results, what was caught is not run again.  Exit
+code 1 where less than 90 % of the faults were caught, or a fault could not be planted.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -38,7 +40,8 @@ PACKAGES = ("proto", "kernels", "server", "client")
 WANTED = 0.9
 """Share of the faults that have to be caught."""
 LEAST_S = 120
-"""Of the time limit of a run: ten times what the unchanged code takes, and no less than this."""
+MOST_S = 400
+"""Of the time limit of a run: ten times what the unchanged code takes, but within these.  What hangs ends then."""
 GROUPS = ("guard", "known", "own")
 SOUND_S = 240
 """With --sound."""
@@ -95,7 +98,7 @@ def compiled(root: Path, more: Sequence[str] = ()) -> str:
     flags = [*(f for f in cxx.FLAGS if f not in ("-O2", "-shared")), *more]
     for library in cxx.LIBRARIES:
         out = library.place(root) / library.name
-        mark, digest = out.with_name(f".{out.name}.digest"), library.digest(root)
+        mark, digest = out.with_name(f".{out.name}.digest"), library.digest(root) + "".join(more)
         if out.exists() and mark.exists() and mark.read_text() == digest:
             continue
         includes = [f"-I{folder}" for folder in library.includes(root)]
@@ -197,20 +200,51 @@ def judge(fault: Fault, root: Path, limit_s: float) -> Verdict:
         put(path, sound)
 
 
-def limits(faults: Sequence[Fault], root: Path, sound: bool) -> dict[tuple[str, ...], float]:
-    """Seconds that the tests of each fault may take.  Raises SystemExit where they fail on the unchanged code."""
-    if why := compiled(root):
-        raise SystemExit(why)
-    found = {}
-    for tests in dict.fromkeys(f.tests for f in faults):
-        if sound:
-            found[tests] = float(SOUND_S)
-            continue
-        outcome, seconds, output = run(root, tests, 1200)
-        if outcome != "survived":
-            raise SystemExit(f"{' '.join(tests)}: {outcome} without a fault\n{output}")
-        found[tests] = max(LEAST_S, 10 * seconds)
-    return found
+class Limits:
+    """Seconds that tests may take, by how long they take on the unchanged code: they are run there when they are first
+    asked about.  Raises SystemExit where they fail there.  sound: they are known to pass, and get SOUND_S."""
+
+    def __init__(self, root: Path, sound: bool) -> None:
+        self._root, self._sound = root, sound
+        self._found: dict[tuple[str, ...], float] = {}
+
+    def of(self, tests: tuple[str, ...]) -> float:
+        if self._sound:
+            return SOUND_S
+        if tests not in self._found:
+            if why := compiled(self._root):
+                raise SystemExit(why)
+            outcome, seconds, output = run(self._root, tests, 1200)
+            if outcome != "survived":
+                raise SystemExit(f"{' '.join(tests)}: {outcome} without a fault\n{output}")
+            self._found[tests] = min(MOST_S, max(LEAST_S, 10 * seconds))
+        return self._found[tests]
+
+
+class Results:
+    """What was judged, in a file of JSON lines; without a file, in memory."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: dict[str, tuple[str, float]] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            entry = json.loads(line)
+            self._known[entry["fault"]] = entry["outcome"], entry["seconds"]
+
+    def caught(self, fault: Fault) -> Verdict | None:
+        """The verdict on a fault that was caught before."""
+        outcome, seconds = self._known.get(_key(fault), ("", 0.0))
+        return Verdict(fault, outcome, seconds) if outcome in CAUGHT else None
+
+    def add(self, v: Verdict) -> None:
+        if self._path is not None:
+            entry = {"fault": _key(v.fault), "what": v.fault.what, "outcome": v.outcome, "seconds": round(v.seconds, 1)}
+            with self._path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _key(fault: Fault) -> str:
+    return hashlib.sha256(repr((fault.file, fault.before, fault.after)).encode()).hexdigest()[:16]
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -222,29 +256,39 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def judged(faults: Sequence[Fault], results: Results, sound: bool) -> list[Verdict]:
+    """One line of each is printed at once."""
+    verdicts = []
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        root = Path(folder)
+        copied(root)
+        subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+        limits = Limits(root, sound)
+        for fault in faults:
+            before = results.caught(fault)
+            v = before or judge(fault, root, limits.of(fault.tests))
+            verdicts.append(v)
+            if before is None:
+                results.add(v)
+            print(f"{v.outcome:9}{v.seconds:6.1f} s  {fault.file}: {fault.what}", flush=True)
+            if v.outcome == "broken":
+                print(v.output, flush=True)
+    return verdicts
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--group", choices=GROUPS, help="default: all")
     parser.add_argument("--python", action="store_true", help="only faults in Python, which need no compiler")
     parser.add_argument("--only", default="", help="a part of a fault's file or of its description")
     parser.add_argument("--sound", action="store_true", help="the unchanged tests are known to pass: do not run them")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines, one for each fault that was judged")
     parser.add_argument("--table", type=Path, help="a file for the table in Markdown")
     args = parser.parse_args(argv)
     found = faults_of(Path(__file__).with_name("planted.toml"))
     faults = [f for f in found if args.group in (None, f.group) and args.only in f"{f.file} {f.what}"]
     faults = [f for f in faults if f.file.endswith(".py") or not args.python]
-    verdicts = []
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        root = Path(folder)
-        copied(root)
-        subprocess.run(["git", "init", "-q"], cwd=root, check=True)
-        most_s = limits(faults, root, args.sound)
-        for fault in faults:
-            v = judge(fault, root, most_s[fault.tests])
-            verdicts.append(v)
-            print(f"{v.outcome:9}{v.seconds:6.1f} s  {fault.file}: {fault.what}", flush=True)
-            if v.outcome == "broken":
-                print(v.output, flush=True)
+    verdicts = judged(faults, Results(args.results), args.sound)
     counts = CAUGHT[:2] if args.sound else CAUGHT  # without a time to compare with, what hangs may be slow
     caught = sum(v.outcome in counts for v in verdicts)
     print(f"{caught} of {len(verdicts)} caught")

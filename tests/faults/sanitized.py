@@ -20,6 +20,8 @@ import plant
 __all__ = ["SanitizerMissingError", "sanitized"]
 
 _RUN_TIMES = {"address,undefined": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+_CALLS = {"address,undefined": b"__asan_report", "thread": b"__tsan_read"}
+"""A function that every library calls which is instrumented."""
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=66",  # Python leaves memory to the end of its process
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66",
@@ -32,12 +34,16 @@ class SanitizerMissingError(Exception):
 
 
 def sanitized(sanitizer: str, tests: Sequence[str], root: Path, limit_s: float = 3000) -> tuple[int, str]:
-    """(exit code, output) of tests in the copy at `root`.  Raises SanitizerMissingError."""
+    """(exit code, output) of tests in the copy at `root`.  Raises SanitizerMissingError; RuntimeError where what
+    was compiled is not instrumented."""
     why = plant.compiled(
         root, [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g1", "-fno-omit-frame-pointer"]
     )
     if why:
         raise SanitizerMissingError(why) if "cannot find" in why else RuntimeError(why)
+    for library in plant.cxx.LIBRARIES:
+        if _CALLS[sanitizer] not in (library.place(root) / library.name).read_bytes():
+            raise RuntimeError(f"{library.name} is not instrumented")
     found = [_where(name) for name in _RUN_TIMES[sanitizer]]
     run = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler", *tests]
     env = {**plant.environment(root), **_OPTIONS, "LD_PRELOAD": ":".join(found)}

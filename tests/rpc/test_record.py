@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -164,6 +165,10 @@ NONE = np.zeros(0, np.int32)
         ({"topk_ids": np.zeros((4, 2), np.int32)}, "topk_ids: got int32"),
         ({"hidden_size": 1 << 40}, "hidden_size"),
         ({"hidden_size": "many"}, "header"),
+        ({"fingerprint": ["f"]}, "header"),
+        ({"num_experts": {0: float("inf"), 1: 8}}, "infinity"),
+        ({"at_us": np.array([0, 10, 2**63 - 1])}, "at_us: got 0 to 9223372036854775807, want 0 to"),
+        ({"at_us": np.array([-(2**63), 0, 1])}, "at_us: "),
     ],
 )
 def test_a_file_that_is_no_recording(tmp_path, changes, why):
@@ -203,6 +208,27 @@ def test_what_a_small_file_says_of_its_size_is_not_believed(tmp_path, monkeypatc
     assert path.stat().st_size < 10_000
     with pytest.raises(ValueError, match="want fewer"):
         Recording.load(path)
+
+
+def test_any_damage_is_refused_or_read(tmp_path):
+    """1,000 recordings with bytes changed, left out or doubled: their lengths, their kinds, what is compressed."""
+    path = tmp_path / "r.npz"
+    made().save(path)
+    sound, rng = path.read_bytes(), random.Random(3)
+    read = 0
+    for _ in range(1000):
+        data = bytearray(sound)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(data))
+            data[at : at + 1] = rng.choice((b"", bytes([rng.randrange(256)]), data[at : at + 1] * 2))
+        path.write_bytes(data)
+        try:
+            Recording.load(path)
+            read += 1
+        except ValueError as e:
+            assert "want what expertctl record wrote" in str(e)
+            assert str(e).isprintable()
+    assert read < 500
 
 
 def test_recorded_routes_come_in_their_order_and_again():

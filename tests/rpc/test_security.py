@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
 import ssl
 import threading
 import time
@@ -143,6 +144,72 @@ def test_certificates_are_replaced_under_load_and_nothing_fails(serve, ca, tls):
     reloads = host.metrics.registry.get_sample_value("expertd_reloads_total", {"what": "tls", "outcome": "ok"})
     assert reloads is not None
     assert reloads >= 10
+
+
+def test_the_authority_of_clients_is_replaced_under_load_and_nothing_fails(serve, ca, tls, tmp_path):
+    """From the old one to both, then to the new one, while clients come and go and strangers send no handshake."""
+    old, new = Authority(tmp_path / "old", "old"), Authority(tmp_path / "new", "new")
+    of_old, of_new = ((a.ca.read_bytes(), Credentials(True, ca.ca, *a.sign("worker"))) for a in (old, new))
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(of_old[0])
+    host = serve(**tls, tls_client_ca=trusted)
+    show, failed, answered, over = [of_old[1]], [], [0], threading.Event()
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            try:
+                call(host.address, show[0])
+                answered[0] += 1
+            except ExpertdError as e:
+                failed.append(str(e))
+
+    def no_handshakes() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(_split(host.address), 10) as sock:
+                sock.sendall(os.urandom(200))
+                sock.recv(64)
+
+    def put(data: bytes) -> None:
+        (tmp_path / "next.pem").write_bytes(data)
+        os.replace(tmp_path / "next.pem", trusted)
+
+    def some_calls() -> None:
+        wanted = answered[0] + 8
+        until(lambda: answered[0] >= wanted or failed)
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (come_and_go, come_and_go, no_handshakes)]
+    for t in threads:
+        t.start()
+    try:
+        with ExpertClient(host.address, credentials=of_old[1], timeout_s=30) as stays:
+            stays.describe()
+            some_calls()
+            assert fails(host.address, of_new[1])
+            put(b"half of")  # what was good stays
+            some_calls()
+            put(of_old[0] + of_new[0])
+            some_calls()
+            show[0] = of_new[1]
+            some_calls()
+            call(host.address, of_old[1])
+            some_calls()  # no call of the old one's is under way
+            put(of_new[0])
+            some_calls()
+            assert fails(host.address, of_old[1])
+            stays.describe()  # a connection that stands stays
+    finally:
+        over.set()
+        for t in threads:
+            t.join(30)
+    assert not failed
+    seen = host.metrics.registry.get_sample_value
+    assert seen("expertd_reloads_total", {"what": "tls", "outcome": "ok"}) == 2
+    assert seen("expertd_reloads_total", {"what": "tls", "outcome": "broken"}) == 1
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def test_new_certificates_wait_for_handshakes_that_have_just_begun(ca, tls, monkeypatch):

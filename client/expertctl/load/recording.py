@@ -17,8 +17,12 @@ A file is NumPy's .npz (never pickled):
 from __future__ import annotations
 
 import json
+import lzma
 import math
+import struct
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -32,6 +36,7 @@ from numpy.typing import NDArray
 
 from expertctl.common.workload import LayerShape, routes
 from expertd.common.ranges import LIMIT
+from expertd.errors import printable
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 
@@ -40,7 +45,11 @@ __all__ = ["DRAWN", "Recording", "replayed", "routes_of"]
 FORMAT = 1
 DRAWN = -2
 _ARRAYS = ("at_us", "layer", "tokens", "top_k", "topk_ids")
-_BROKEN = (OSError, EOFError, KeyError, TypeError, ValueError, MemoryError, RecursionError)
+_BROKEN = (OSError, EOFError, LookupError, TypeError, ValueError, MemoryError, RuntimeError, ArithmeticError,
+           SyntaxError, AttributeError, struct.error, tokenize.TokenError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)  # fmt: skip
+"""What zipfile, numpy and json raise for bytes that nobody wrote."""
+_MOST_US = 366 * 86_400 * 1_000_000
+"""A year: what is later would be waited for."""
 _MOST_TOKENS, _MOST_TOP_K, _MOST_HIDDEN = 1 << 15, 1 << 8, 1 << 17
 """Of a request: what is replayed draws hidden states and weights of the largest."""
 _MOST_BYTES = 1 << 30
@@ -99,14 +108,16 @@ class Recording:
                 if header["format"] != FORMAT:
                     raise ValueError(f"got format {header['format']}, want {FORMAT}")
                 arrays = {name: found[name] for name in _ARRAYS}
-            if not isinstance(header["num_experts"], dict) or not isinstance(header["hidden_size"], int):
-                raise ValueError("header: want the experts of each layer, and a hidden size")
+            kinds = {"num_experts": dict, "hidden_size": int, "fingerprint": str}
+            if any(not isinstance(header[name], kind) for name, kind in kinds.items()):
+                raise ValueError("header: want the experts of each layer, a hidden size and a fingerprint")
             experts = {int(n): int(e) for n, e in header["num_experts"].items()}
             made = cls(**arrays, fingerprint=header["fingerprint"], hidden_size=header["hidden_size"],
                        num_experts=experts, name=str(path))  # fmt: skip
             made.check()
-        except (*_BROKEN, zipfile.BadZipFile) as e:
-            raise ValueError(f"{path}: cannot be read as a recording: {e}; want what expertctl record wrote") from None
+        except _BROKEN as e:
+            why = printable(str(e) or type(e).__name__, 300)
+            raise ValueError(f"{path}: cannot be read as a recording: {why}; want what expertctl record wrote") from None
         return made
 
     def check(self) -> None:
@@ -122,6 +133,8 @@ class Recording:
                 raise ValueError(f"{name}: got {array.shape}, want {R} numbers from 0 to {most}")
         if (np.diff(self.at_us) < 0).any():
             raise ValueError("at_us: want ascending numbers")
+        if R and not 0 <= self.at_us[0] <= self.at_us[-1] <= _MOST_US:
+            raise ValueError(f"at_us: got {self.at_us[0]} to {self.at_us[-1]}, want 0 to {_MOST_US}")
         if not 0 < self.hidden_size <= _MOST_HIDDEN:
             raise ValueError(f"hidden_size: got {self.hidden_size}, want 1 to {_MOST_HIDDEN}")
         if self.topk_ids.shape != (self._begins[-1],) or (self.topk_ids < DRAWN).any():

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from expertd.common.ranges import format_ranges
-from expertd.errors import ExpertdError, LayerNotHeldError, UnavailableError
-from expertd.placement import Placement
+from expertd.errors import ExpertdError, LayerNotHeldError, PlacementError, UnavailableError
+from expertd.placement import MOST_SERVERS, Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster.identity import Identity
 from expertd_client.cluster.member import Member
@@ -66,9 +66,13 @@ class Members:
         self._alike: dict[tuple[int, tuple[tuple[str, tuple[int, ...]], ...]], LayerTable] = {}
 
     def apply(self, targets: Targets) -> tuple[list[Member], list[Member]]:
-        """Takes what a source says: (members that are new, members that left).  Who left gets no new work."""
+        """Takes what a source says: (members that are new, members that left).  Who left gets no new work.  Raises
+        PlacementError for more servers than a placement may have."""
         placed: Mapping[str, Mapping[int, tuple[int, ...]]] = {}
-        ways = {a: self._make(a) for a in addresses_of(targets) if a not in self.by_address}
+        addresses = addresses_of(targets)
+        if len(addresses) > MOST_SERVERS:  # each costs a channel and a thread
+            raise PlacementError.about("servers", got=len(addresses), want=f"at most {MOST_SERVERS}")
+        ways = {a: self._make(a) for a in addresses if a not in self.by_address}
         with self._lock:
             if isinstance(targets, Placement):
                 placed = {s.address: s.layers for s in targets.servers}
@@ -76,7 +80,7 @@ class Members:
                     self._identity = Identity(targets.fingerprint)
                 self.epoch, self._placed_experts = targets.epoch, targets.num_experts
             before, after, new = self.by_address, dict[str, Member](), list[Member]()
-            for address in addresses_of(targets):
+            for address in addresses:
                 known = before.get(address)
                 if known is None:
                     known = Member(address, *ways[address], placed.get(address), self._stall_s, self.clock)

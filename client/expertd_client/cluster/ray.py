@@ -6,11 +6,13 @@ import os
 import re
 import socket
 import time
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from expertd.errors import PlacementError
+from expertd.placement import MOST_SERVERS
 
 __all__ = ["NAMESPACE", "WATCH_S", "RayServers", "connect"]
 
@@ -63,6 +65,8 @@ class RayServers:
             raise PlacementError.about(
                 "Ray", got=f"no servers {self._name!r}", want="them", remedy="expertctl ray up starts some"
             ) from None
+        except AttributeError:
+            raise PlacementError.about("Ray", got=f"another actor named {self._name!r}", want="a coordinator") from None
         except RayError as error:
             time.sleep(_PAUSE_S)
             raise PlacementError(
@@ -70,8 +74,18 @@ class RayServers:
             ) from None
         if found is None:
             raise PlacementError(f"Ray: the coordinator of {self._name!r} is asking its servers")
-        version, servers = found
+        version, servers = _checked(self._name, found)
         if not servers and self._version == -1:
             raise PlacementError.about(f"servers {self._name!r}", got="none that serves", want="at least one")
         self._version = version
         return tuple(servers)
+
+
+def _checked(name: str, found: Any) -> tuple[int, tuple[str, ...]]:
+    """(version, addresses) as a coordinator says them.  Raises PlacementError."""
+    version, servers = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+    if not isinstance(version, int) or not isinstance(servers, tuple) or len(servers) > MOST_SERVERS:
+        raise PlacementError.about(f"servers {name!r}", got=f"{type(found).__name__}", want="a version and addresses")
+    if not all(isinstance(each, str) for each in servers) or len(set(servers)) != len(servers):
+        raise PlacementError.about(f"servers {name!r}", got="what is no list of addresses", want="each address once")
+    return version, servers

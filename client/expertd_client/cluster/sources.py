@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from expertd.common.files import read_file
 from expertd.errors import PlacementError
-from expertd.placement import Placement
+from expertd.placement import MOST_BYTES, Placement
 from expertd_client.cluster.members import Targets
 from expertd_client.transports.address import PORT
 
@@ -67,7 +68,7 @@ class PlacementFile:
         state = self._path.stat()
         seen = (state.st_ino, state.st_size, state.st_mtime_ns)
         if self._placement is None or seen != self._seen:
-            placement = Placement.from_json(self._path.read_bytes())
+            placement = Placement.from_json(read_file(self._path, MOST_BYTES))
             if self._placement is not None and placement.epoch < self._placement.epoch:
                 raise PlacementError.about(
                     f"{self._path}: epoch", got=placement.epoch, want=f"at least {self._placement.epoch}, in force now"

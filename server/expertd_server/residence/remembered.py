@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from expertd.errors import PlacementError
-from expertd.placement import Placement, Server
+from expertd.common.files import read_file
+from expertd.errors import PlacementError, printable
+from expertd.placement import MOST_BYTES, Placement, Server
 from expertd_kernels.common.atomic_file import replacing
 from expertd_server.boot.assignment import WrongOptionError
 
@@ -23,7 +24,7 @@ def recall(path: Path, fingerprint: str) -> tuple[int, Mapping[int, tuple[int, .
     """(epoch, experts by layer); None: there is no such file.  Raises WrongOptionError where it is about another
     model, or is not what it should be."""
     try:
-        found = Placement.from_json(path.read_bytes())
+        found = Placement.from_json(read_file(path, MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, PlacementError) as e:
@@ -31,7 +32,7 @@ def recall(path: Path, fingerprint: str) -> tuple[int, Mapping[int, tuple[int, .
             f"--held {path}: cannot be read: {e}; delete it, and the other options say what is held"
         ) from e
     if found.fingerprint != fingerprint or len(found.servers) != 1:
-        got = f"the fingerprint {found.fingerprint or 'none'} and {len(found.servers)} servers"
+        got = f"the fingerprint {printable(found.fingerprint or 'none', 128)} and {len(found.servers)} servers"
         raise WrongOptionError(
             f"--held {path}: got {got}, want {fingerprint} and one: it is another model's; delete it, and the other"
             " options say what is held"

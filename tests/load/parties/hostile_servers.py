@@ -21,7 +21,7 @@ from expertd.v1 import expert_service_pb2 as pb
 __all__ = ["HostileShmServer", "HostileTcpServer"]
 
 _ENTRIES = 16
-_WAIT_S = 0.0005
+_WAIT_S = 0.0001
 _HEAD = struct.Struct("<4sIII")
 _OUT_BYTES = 128
 
@@ -70,7 +70,7 @@ class _HostileServer(Fuzzed):
 
     def _call(self) -> None:
         begun, client = time.monotonic(), self.client
-        answer, spin_ns = Completion(), self.rng.choice((0, 50_000))
+        answer, spin_ns = Completion(), self.rng.choice((0, 20_000))
         try:
             ticket = client.call(_submission(), _tensors(), answer, int(_WAIT_S * 1e9), spin_ns)
             if ticket > 0:

@@ -1,5 +1,6 @@
 """Regions and the client's side of them, against a server of a few lines of Python."""
 
+import contextlib
 import ctypes as C
 import fcntl
 import gc
@@ -246,6 +247,30 @@ def test_who_looks_by_himself_is_not_rung(both):
     client.release(ticket)
     assert not client.drain()
     assert server.control.client_sleeps, "from here on it is"
+
+
+def test_no_bell_waits_whatever_the_sockets_flags_say(both):
+    """Both ends of these are blocking; nobody reads what the client rings, and one byte is there to be heard."""
+    server, client = both
+    bell = client.region.bell
+    assert os.get_blocking(bell)
+    with socket.socket(fileno=os.dup(bell)) as ours, contextlib.suppress(BlockingIOError):
+        while True:
+            ours.send(b".", socket.MSG_DONTWAIT)
+    server.control.server_sleeps = 1
+    server.bell.send(b".")
+    done = []
+
+    def calls():
+        done.append(client.submit(Submission(kind=layout.FORWARD)))
+        done.append(list(client.drain()))
+
+    thread = threading.Thread(target=calls, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert len(done) == 2
+    assert done[0]
+    assert not server.control.server_sleeps, "it rang"
 
 
 def test_the_end_reaches_everybody_who_waits(both):
