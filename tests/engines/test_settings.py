@@ -51,7 +51,7 @@ def test_options_are_the_same_in_both_places():
         ({}, "configuration: address: got None"),
         ("", "configuration: address: got ''"),
         (["a:1", 7], "address: got"),
-        ({"address": "a:1", "timeout": 5}, "configuration: option: got 'timeout', want one of address, tls, graphs, timeout_s"),
+        ({"address": "a:1", "timeout": 5}, "configuration: option: got 'timeout', want one of address, tls, graphs, "),
         ({"address": "a:1", "timeout_s": 0}, "timeout_s: got 0, want a number of seconds > 0"),
         ({"address": "a:1", "timeout_s": True}, "timeout_s: got True"),
         ({"address": "a:1", "ca": 3}, "ca: got 3, want a string"),

@@ -1,5 +1,5 @@
-"""Full CUDA graphs that contain the experts' calls, as far as a process without vLLM and without a GPU can run them: our
-plugin with stand-ins for vLLM's modules, a model runner and an output of both kinds."""
+"""Full CUDA graphs that contain the experts' calls, as far as a process without vLLM and without a GPU can run them:
+our plugin with stand-ins for vLLM's modules, a model runner and an output of both kinds."""
 
 from __future__ import annotations
 

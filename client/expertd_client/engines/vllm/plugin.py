@@ -263,4 +263,3 @@ def _split_at_experts(compilation: Any) -> None:
     """The graph is split at the experts, as it is at attention."""
     if compilation.splitting_ops:
         compilation.splitting_ops += [op for op in SPLITTING_OPS if op not in compilation.splitting_ops]
-

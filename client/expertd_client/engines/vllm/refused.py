@@ -9,8 +9,8 @@ from expertd.errors import UnsupportedCombinationError
 
 __all__ = ["refuse_engine", "refuse_layer"]
 
-_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}', or --enforce-eager; where one server of this host \
-has all experts on another GPU, also "graphs": true among expertd's options"""
+_PIECEWISE = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}', or --enforce-eager; \
+where one server of this host has all experts on another GPU, also "graphs": true among expertd's options"""
 
 
 def refuse_engine(config: Any, *, cpu: bool, breakable: bool, graphs: bool = False) -> None:

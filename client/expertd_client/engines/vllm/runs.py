@@ -17,7 +17,7 @@ __all__ = ["RUNNERS", "check_steps", "in_dummy_run", "watch"]
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules whose GPUModelRunner has _dummy_run; the runners of other platforms inherit it."""
 _STEPS = ("execute_model", "sample_tokens")
-"""Its methods that return what a step gave: nothing yet, an output that is on the host, or one that is fetched later."""
+"""Its methods that return what a step gave: nothing yet, an output that is on the host, or one to be fetched later."""
 _dummies = 0
 _checks: dict[object, Callable[[], None]] = {}
 

@@ -125,7 +125,7 @@ Layer* most_urgent(const std::vector<Layer*>& layers, Accounts& accounts, uint32
 // waits for another turn.  The first is taken whatever its size.
 //
 // A batch that runs is not interrupted: whoever comes meanwhile waits for its end.  So while several callers are served, a
-// batch does not grow beyond kLongBatchNs by requests that take about as long alone, afterwards.
+// batch does not grow beyond kLongBatchNs by requests that take about as long alone, afterwards (decision 177).
 void cut(std::vector<Item*>& queue, const Bounds& bounds, Accounts& accounts, Cut& out);
 
 }  // namespace expertd
