@@ -27,4 +27,4 @@ def test_routing_is_as_uneven_as_it_says_and_a_plan_makes_it_even(violation):
     plain = forecast(p, skew.split(64))
     mean = load.sum() / 4
     assert planned.step_s[0] <= 1.05 * mean
-    assert plain.step_s[0] >= (1 + 0.2 * violation) * mean
+    assert plain.step_s[0] >= (1 + 0.15 * violation) * mean
