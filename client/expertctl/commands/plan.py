@@ -31,8 +31,9 @@ started or in --window, or from a file (--trace).  The speed of a server is its 
 time, or without metrics what it measured when it started; its room is what its memory allows, less one layer for
 moving.  Both can be set in the inventory (--servers), a JSON file:
 {"10.0.0.1:50051": {"metrics": "10.0.0.1:9464", "speed": 2e6, "experts": 40, "host": "a", "delay_us": 200}}
-The expected time of a layer, for batches of 1, 8 and 64 tokens, comes from what each server measured when it started,
-or from a file (--surfaces), and from the network's delay there and back (delay_us).  "zone" is beside "host"; "drain": true empties a server.
+The expected time of a layer, for batches of 1, 8 and 64 tokens, comes from what each server measured at its start,
+or from a file (--surfaces), and from the network's delay there and back (delay_us).  A "zone"
+is known as a "host" is; "drain": true empties a server.
 Nothing is changed; expertctl apply moves the experts."""
 
 
