@@ -14,7 +14,8 @@ __all__ = ["add_parser", "run"]
 
 _DETAILS = """Servers need --admin-listen and room for a second version; they go on serving.  Every server reads,
 quantizes, packs and checks its own experts; when all of them are ready, all of them switch.  Where one is not, none
-does.  The version before stays in memory until the next update begins: expertctl versions --rollback."""
+does.  The version before stays in memory until the next one is served, or, where three do not fit, until the next
+update begins (--dry-run says so): expertctl versions --rollback."""
 
 
 def add_parser(subparsers: Any, text: str) -> None:
@@ -33,7 +34,11 @@ def add_parser(subparsers: Any, text: str) -> None:
         help="send what changed since --checkpoint: a folder of slime's delta updates, on this machine, as --checkpoint"
         " then is",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only ask whether there is room for a second version")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only say whether there is room for a second version, and what has to go for it",
+    )
     parser.add_argument(
         "--timeout", type=duration_s, default=60.0, metavar="TIME", help="for each query (default: 60s)"
     )
@@ -45,7 +50,13 @@ def run(args: argparse.Namespace) -> int:
     with Updater(args.address, credentials=credentials(args), timeout_s=args.timeout) as updater:
         if args.dry_run:
             for address, answer in updater.each("begin", lambda s: s.begin("", dry_run=True)).items():
-                out.print(f"{address}: room for a second version beside version {answer.base}", soft_wrap=True)
+                beside = f"{address}: room for a second version beside version {answer.base}"
+                if answer.gives_up:
+                    beside += (
+                        f"; version {answer.gives_up} goes when the update begins: until it is committed there is no"
+                        " version to roll back to"
+                    )
+                out.print(beside, soft_wrap=True)
         elif args.delta is not None:
             if args.version:
                 raise ValueError(

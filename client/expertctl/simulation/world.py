@@ -180,6 +180,7 @@ class SimulatedExchange:
 
     def __init__(self, world: World, server: SimulatedServer) -> None:
         self.load: pb.Load | None = None
+        self.alive = True  # what comes to a server that is away is refused
         self._world = world
         self._server = server
         self._numbers = itertools.count(1)

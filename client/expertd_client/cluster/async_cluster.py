@@ -183,6 +183,7 @@ class AsyncExpertCluster(AsyncForwarder):
             self._wake(member)
         for member in new:
             self._waking[member] = asyncio.Event()
+            member.exchange.broke = partial(self._broke, member)
             self._start(self._watch(member))
 
     async def _reread(self) -> None:
@@ -200,6 +201,10 @@ class AsyncExpertCluster(AsyncForwarder):
         waking = self._waking.get(member)
         if waking is not None:
             waking.set()
+
+    def _broke(self, member: Member) -> None:
+        if not member.refused and member.broke():
+            self._wake(member)
 
     async def _watch(self, member: Member) -> None:
         """Asks one server what it holds, as long as it belongs to the cluster."""
@@ -224,16 +229,22 @@ class AsyncExpertCluster(AsyncForwarder):
     async def _ask(self, member: Member) -> pb.DescribeResponse | ExpertdError:
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
         try:
-            described: _Outcome[pb.DescribeResponse] = _Outcome()
-            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
-            answer = await described.wait(DESCRIBE_S)
-            if member.refused:
+            answer = await self._described(member)
+            if member.broke() or member.refused:
                 agreed: _Outcome[Session] = _Outcome()
                 member.exchange.session(agreed)
                 await agreed.wait(DESCRIBE_S)
+                answer = await self._described(member)  # of the process that the stream leads to
         except ExpertdError as error:
             return error
         return answer
+
+    @staticmethod
+    async def _described(member: Member) -> pb.DescribeResponse:
+        described: _Outcome[pb.DescribeResponse] = _Outcome()
+        ask = member.transport.unary
+        ask("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
+        return await described.wait(DESCRIBE_S)
 
 
 class _Outcome(Generic[_T]):
@@ -263,4 +274,4 @@ class _Outcome(Generic[_T]):
 
 def _way(transport: Callable[[str], Transport], address: str) -> tuple[Transport, Exchange]:
     made = transport(address)
-    return made, Exchange(made, LoopAlarm)
+    return made, Exchange(made, LoopAlarm, reconnects=False)

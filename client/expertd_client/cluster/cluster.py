@@ -291,12 +291,17 @@ class _Watch:
         self._closing = closing
         self._settled = settled
         self._waking = threading.Event()
+        member.exchange.broke = self._broke
         self.thread = threading.Thread(target=self._run, name=f"expertd-watch-{member.address}", daemon=True)
         self.thread.start()
 
     def wake(self) -> None:
         """Ask now."""
         self._waking.set()
+
+    def _broke(self) -> None:
+        if not self.member.refused and self.member.broke():
+            self.wake()
 
     def end(self) -> None:
         """For close(): fail what is in flight."""
@@ -321,18 +326,23 @@ class _Watch:
         """What it says of itself; a server that comes (back) has its stream open before it is asked for anything."""
         member = self.member
         try:
-            described: Outcome[pb.DescribeResponse] = Outcome()
-            member.transport.unary("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
-            answer = described.wait(DESCRIBE_S)
-            if member.refused:
+            answer = self._described()
+            if member.broke() or member.refused:
                 agreed: Outcome[Session] = Outcome()
                 member.exchange.session(agreed)
                 agreed.wait(DESCRIBE_S)
+                answer = self._described()  # of the process that the stream leads to
         except ExpertdError as error:
             return error
         except ValueError as error:  # gRPC's, of a channel that was closed meanwhile
             return RequestCancelledError(str(error))
         return answer
+
+    def _described(self) -> pb.DescribeResponse:
+        described: Outcome[pb.DescribeResponse] = Outcome()
+        ask = self.member.transport.unary
+        ask("Describe", pb.DescribeRequest(), pb.DescribeResponse, DESCRIBE_S, False, described)
+        return described.wait(DESCRIBE_S)
 
 
 class Outcome(Generic[_T]):
@@ -359,4 +369,4 @@ class Outcome(Generic[_T]):
 
 def _way(transport: Callable[[str], Transport], address: str) -> tuple[Transport, Exchange]:
     made = transport(address)
-    return made, Exchange(made, ThreadAlarm)
+    return made, Exchange(made, ThreadAlarm, reconnects=False)

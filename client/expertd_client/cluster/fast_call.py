@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from expertd_client.cluster.split import Shares, SubBatch, part_of, scanned
 from expertd_client.cluster.table import LayerTable
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
+from expertd_client.requests.result import FIRST_VERSION
 from expertd_client.requests.tensors import numpy_dtype
 from expertd_client.tracing import TracedCall
 from expertd_client.transports.core_connection import SLICE_S
@@ -153,6 +155,7 @@ class FastCall:
         self._table, self._assigned, self._call_memory, self._kept = table, assigned, call_memory, kept
         self._servers, self._found = servers, found
         self._adds = False
+        self._void = False
         self._begin_s = 0.0
 
     def answer(self) -> ClusterResult | None:
@@ -178,9 +181,22 @@ class FastCall:
         if how != _DONE:
             return None
         try:
-            return self._result(target)
-        finally:
+            answer = self._result(target)
+            self._void = self._unsaid(answer.weights_version or FIRST_VERSION)
+        except BaseException:
             self._leave()
+            raise
+        if self._void:
+            return None
+        self._leave()
+        return answer
+
+    def _unsaid(self, version: int) -> bool:
+        """Whether sums were added of a version that a server has not named in a Describe, see Flight."""
+        unsaid = [s.member for s in self._servers if version not in s.member.said] if len(self._servers) > 1 else []
+        for member in unsaid:
+            self._state.wake(member)
+        return bool(unsaid)
 
     # ---- the ordinary ------------------------------------------------------------------------------------------------
 
@@ -288,6 +304,9 @@ class FastCall:
             self._abandon()
             raise
         flight = Flight(self._state, self._call, self._deadline, landed, self._begin_s)
+        if self._void:
+            self._ask_again(flight, parts)
+            return flight
         told, sent = self._call_memory.told(), []
         for n, (server, part) in enumerate(zip(self._servers, parts, strict=True)):
             sub = server.sub(part)
@@ -305,6 +324,14 @@ class FastCall:
             server.tell(flight, attempt, self._deadline, ticket, state, answered_ns * 1e-9, self._sent(n), answer)
         self._leave()
         return flight
+
+    def _ask_again(self, flight: Flight, parts: Sequence[SubBatch]) -> None:
+        """All parts were answered, and the sum is of no use: they are asked for the version that all servers hold."""
+        version = self._call.own_version or self._state.members.agree()
+        for server, part in zip(self._servers, parts, strict=True):
+            flight.add(server.sub(replace(part, request=part.request.pinned(version))))
+        self._leave()
+        flight.take_off()
 
     def _abandon(self) -> None:
         tickets = [one[0] for one in self._call_memory.told()]

@@ -49,8 +49,8 @@ __all__ = ["Flight", "start"]
 _STALE, _STALE_TRIES = (BadResponseError, LayerNotHeldError), 4
 """Errors of a server that holds something else than it said a moment ago: asked again when it has been described."""
 _REPINS = 16
-"""How often a call changes the version of the weights that it asks for: each time servers have switched meanwhile
-(decision 169)."""
+"""How often a call changes the version of the weights that it asks for at once, each time servers have switched
+meanwhile (decision 169).  Later it pauses before, until its time is over."""
 
 
 class Flight:
@@ -137,8 +137,11 @@ class Flight:
         sub, member = attempt.sub, attempt.member
         now_s = self._state.clock() if at_s is None else at_s
         member.answered(sub.part.request.tokens, now_s - attempt.begin_s, result)
+        version = result.weights_version or FIRST_VERSION
         if not sub.part.request.weights_version:
-            self._state.members.learned(member, result.weights_version or FIRST_VERSION)
+            self._state.members.learned(member, version)
+        if version not in member.said:
+            self._state.wake(member)
         if result.routes_computed != sub.part.routes:
             self._miscounted(attempt, result)
             return
@@ -351,34 +354,47 @@ class Flight:
     # ---- versions of the weights -------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        """All sub-requests are answered: the call is over, unless several versions of the weights computed them.  Then
-        those of another version than the one that all servers hold are asked once more, for that one."""
+        """All sub-requests are answered: the call is over, unless several versions of the weights computed them, or one
+        that a server has not named in a Describe, so that nobody knows yet whether others' of that number are the same
+        weights.  Those of another version than the one that all servers hold are asked once more, for that one."""
         with self._lock:
-            found = {sub.result.weights_version or FIRST_VERSION for sub in self.sub_requests if sub.result is not None}
-            if len(found) < 2 or self._over:
-                again = []
-            else:
-                version = self._state.members.agree() or min(found)
-                again = [sub for sub in self.sub_requests if sub.result is not None and self._repin(sub, version)]
-                self._waiting += len(again)
+            done = [sub for sub in self.sub_requests if sub.result is not None]
+            found = {_version(sub) for sub in done}
+            unsaid = [sub for sub in done if sub.server is not None and _version(sub) not in sub.server.said]
+            unsaid = unsaid if len({sub.server for sub in done}) > 1 else []
+            again, waits = [], []
+            if not self._over and (len(found) > 1 or unsaid):
+                version = self._own_version or self._state.members.agree() or min(found)
+                again = [sub for sub in done if self._repin(sub, version)]
+                waits = [sub for sub in unsaid if sub.result is not None]
+                for sub in waits:
+                    self._drop(sub)
+                self._waiting += len(again) + len(waits)
                 self._repins += 1
-        if not again:
+            if self._repins > _REPINS:
+                again, waits = [], [*again, *waits]
+        if not again and not waits:
             self.end(None)
-        elif self._repins > _REPINS:
-            self.end(_several(found))
-        else:
-            for sub in again:
-                self._ask(sub)
+        for sub in again:
+            self._ask(sub)
+        for sub in waits:
+            self._wait(sub, _several(found))
 
     def _repin(self, sub: SubRequest, version: int) -> bool:
         """The sub-request is to be computed by that version.  Whether its answer is of another one, and dropped."""
         sub.part = replace(sub.part, request=sub.part.request.pinned(version))
-        if sub.result is None or (sub.result.weights_version or FIRST_VERSION) == version:
+        if sub.result is None or _version(sub) == version:
             return False
-        sub.result.release()
+        self._drop(sub)
+        return True
+
+    @staticmethod
+    def _drop(sub: SubRequest) -> None:
+        """The answer of a sub-request is of no use."""
+        if sub.result is not None:
+            sub.result.release()
         sub.result = sub.server = None
         sub.spurned = []
-        return True
 
     def _other_version(self, sub: SubRequest, error: ExpertdError) -> None:
         """None of its servers holds the version any more that it was asked for: another one, unless the caller named
@@ -462,11 +478,16 @@ class Flight:
             self.sub_requests, self.unserved.parts = [], []
 
 
+def _version(sub: SubRequest) -> int:
+    """Of the weights that computed its answer; 0 = there is none."""
+    return 0 if sub.result is None else sub.result.weights_version or FIRST_VERSION
+
+
 def _several(versions: Collection[int]) -> ExpertdError:
     return WeightsVersionNotHeldError.about(
         "cluster",
         got=f"sums of versions {', '.join(map(str, sorted(versions)))} of the weights",
-        want="one version that all servers hold",
+        want="one version that all servers hold, and say that they do",
         remedy="they were switched faster than a call takes, or one of them missed an update: expertctl versions",
     )
 

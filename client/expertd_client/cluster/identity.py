@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.common.identity import comparable
 from expertd.common.ranges import format_ranges
 from expertd.errors import PlacementError
 from expertd.placement import MOST_EXPERTS, MOST_OF_MODEL, expert_ids
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.result import FIRST_VERSION
 
-__all__ = ["Identity", "held_by", "version_of"]
+__all__ = ["Identity", "held_by", "identities_of", "version_of"]
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 20
+"""Characters of an identity that people get to see."""
 
 
 def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
@@ -25,6 +32,11 @@ def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
 def version_of(answer: pb.DescribeResponse) -> int:
     """Of the weights that a server serves."""
     return answer.versions[0].number if answer.versions else FIRST_VERSION
+
+
+def identities_of(answer: pb.DescribeResponse) -> dict[int, str]:
+    """Of the versions of the weights that a server holds, by number, the one that it serves first; "" = not known."""
+    return {v.number: v.identity for v in answer.versions} or {FIRST_VERSION: ""}
 
 
 def _check_sizes(address: str, answer: pb.DescribeResponse) -> None:
@@ -68,16 +80,18 @@ class Identity:
         self._num_experts: dict[int, int] = {}
         self._weights: dict[tuple[int, int], _Known] = {}  # by version and layer
         self._said: dict[str, _Said] = {}
+        self._identities: dict[str, dict[int, str]] = {}  # by address and version
+        self._warned: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
     def num_experts(self, layer: int) -> int | None:
         """Of the whole model; None: nobody told."""
         return self._num_experts.get(layer)
 
-    def check(self, address: str, answer: pb.DescribeResponse) -> None:
-        """Raises PlacementError where the server is one of another model, or holds other weights of an expert than a
-        server that was there before, under the same number of their version: its sums must not be added to others', nor
-        stand for them."""
+    def check(self, address: str, answer: pb.DescribeResponse) -> frozenset[int]:
+        """The versions of its weights that it may be asked for.  Raises PlacementError where the server is one of
+        another model, or serves other weights than a server that was there before, under the same number of their
+        version: its sums must not be added to others', nor stand for them."""
         model = answer.model
         _check_sizes(address, answer)
         with self._lock:
@@ -99,12 +113,46 @@ class Identity:
                         remedy="it serves another model: its partial sums are not added to theirs",
                     )
             self._fingerprint = self._fingerprint or model.fingerprint
+            versions = self._check_identities(address, answer)
             self._check_weights(address, answer)
+            return versions
 
     def forget(self, address: str) -> None:
         """The server left: what it said of its weights binds nobody any more."""
         with self._lock:
             self._forget(address)
+            self._identities.pop(address, None)
+
+    def _check_identities(self, address: str, answer: pb.DescribeResponse) -> frozenset[int]:
+        self._identities.pop(address, None)
+        mine, fit = identities_of(answer), {}
+        for number, identity in mine.items():
+            others = {a: said[number] for a, said in self._identities.items() if number in said}
+            wrong = {a: i for a, i in others.items() if comparable(i, identity) and i != identity}
+            if wrong and number == version_of(answer):
+                raise PlacementError.about(
+                    f"{address}: version {number} of the weights",
+                    got=identity[:_SHOWN],
+                    want=f"{next(iter(wrong.values()))[:_SHOWN]}, which {', '.join(wrong)} serve under that number",
+                    remedy="its sums are not added to theirs: start it with their checkpoint, or publish"
+                    " one version to all of them (expertctl update)",
+                )
+            if not wrong:
+                fit[number] = identity
+            self._warn(address, number, identity, others)
+        self._identities[address] = fit
+        return frozenset(fit)
+
+    def _warn(self, address: str, number: int, identity: str, others: dict[str, str]) -> None:
+        """Once, where nobody can tell whether the weights are the same."""
+        unlike = [a for a, i in others.items() if not comparable(i, identity)]
+        if unlike and (address, number) not in self._warned:
+            self._warned.add((address, number))
+            log.warning(
+                "%s: version %d of the weights cannot be compared with that of %s (%s, %s): their sums are added as if"
+                " the weights were the same",
+                address, number, unlike[0], identity[:_SHOWN] or "no identity", others[unlike[0]][:_SHOWN] or "none",
+            )  # fmt: skip
 
     def _check_weights(self, address: str, answer: pb.DescribeResponse) -> None:
         said = {

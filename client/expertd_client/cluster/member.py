@@ -23,7 +23,7 @@ from expertd.errors import (
     WeightsVersionNotHeldError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.identity import Identity, held_by, version_of
+from expertd_client.cluster.identity import Identity, held_by, identities_of
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.e4m3 import taken
@@ -54,6 +54,8 @@ class Member:
     max_tokens   its largest batch; 0 = no bound
     takes_e4m3   hidden states as e4m3; None = it has not said
     versions     of the weights that it holds, first the one that it serves; () = it has not said
+    said         those that its last Describe named, and that were compared with what other servers hold under the
+                 same numbers
     asked        whether Describe was asked, and answered or not
     known        whether the cluster's tables say what it holds: it said so, or is another model's, or it was placed
     refused      why it is not asked; "" = it is
@@ -83,6 +85,7 @@ class Member:
         self.max_tokens = 0
         self.takes_e4m3: bool | None = None
         self.versions: tuple[int, ...] = ()
+        self.said: frozenset[int] = frozenset()
         self.asked = False
         self.leaving = False
         self.refused = "not described yet"
@@ -107,7 +110,7 @@ class Member:
 
     def usable(self, now_s: float) -> bool:
         """Whether it may be asked now."""
-        if self.refused or self.leaving or now_s < self._not_before_s:
+        if self.refused or self.leaving or now_s < self._not_before_s or not self.exchange.alive:
             return False
         told = self.exchange.load
         if told is not None and told is not self._settled and told.draining:
@@ -205,9 +208,9 @@ class Member:
 
     def computed(self, version: int) -> bool:
         """It answered with that version, and was not asked for one.  Whether that is another than it served before,
-        which it may hold still."""
+        which it may hold still.  One that it has not named yet may be of other weights than others' of that number."""
         now = self.versions
-        if not now or now[0] == version:
+        if not now or now[0] == version or version not in self.said:
             return False
         self.versions = (version, *(v for v in now if v != version))[:2]
         return True
@@ -229,13 +232,12 @@ class Member:
 
     def described(self, answer: pb.DescribeResponse, identity: Identity) -> bool:
         """What it says of itself.  Whether that changes what is held where."""
-        self.versions = tuple(v.number for v in answer.versions) or (FIRST_VERSION,)
         before, refused = self.held, f"{self.address}: it drains" if answer.load.draining else ""
         try:
             if not self._says_again(answer):
-                identity.check(self.address, answer)
+                self.said = identity.check(self.address, answer)
         except PlacementError as error:
-            self._accepted, refused = None, error.message
+            self._accepted, self.said, refused = None, frozenset(), error.message
         else:
             if self._accepted is None:
                 self._accepted, self._says = answer, held_by(answer)
@@ -243,6 +245,8 @@ class Member:
             self.max_tokens = answer.limits.max_tokens
             self.takes_e4m3 = taken(answer)
             self.place(self._placed)
+        held = [v.number for v in answer.versions] or [FIRST_VERSION]
+        self.versions = tuple(v for v in held if v in self.said or not self.said)
         with self._lock:
             self.asked = True
             self._settled = self.exchange.load
@@ -255,11 +259,19 @@ class Member:
     def _says_again(self, answer: pb.DescribeResponse) -> bool:
         """Whether it says what it said when it was accepted; looking at it again each second would cost callers."""
         last = self._accepted
-        same = last is not None and version_of(last) == version_of(answer)
+        same = last is not None and identities_of(last) == identities_of(answer)
         if same and last is not None and last.model == answer.model and last.layers == answer.layers:
             return True
         self._accepted = None
         return False
+
+    def broke(self) -> bool:
+        """Whether there is no connection.  What it said is then no word of whoever is connected to next: it is not
+        asked until it was described once more."""
+        if self.exchange.alive:
+            return False
+        self.refused = self.refused or f"{self.address}: the connection broke, and it has not said yet what it holds"
+        return True
 
     def silent(self, error: ExpertdError) -> None:
         """It did not answer Describe."""

@@ -29,7 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
+from expertd.errors import (
+    BadResponseError,
+    BadShapeError,
+    UnsupportedCombinationError,
+    WeightsVersionNotHeldError,
+)
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
@@ -68,6 +73,10 @@ class RemoteExperts(torch.nn.Module):
     timeout_s    of each call; None = as the forwarder was made
     graphs       whether torch.compile may capture the calls in CUDA graphs; without it graphs are split around them
 
+    weights_version        of the weights that calls ask for from now on; 0 = whichever is served.  May be set between
+                           calls.  Calls that name one go through this process's memory, not from GPU to GPU
+    weights_version_seen   that computed the last answer; 0 = none came, or from GPU to GPU, where it is not told
+
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
     topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
                     is not sent and gets zeros
@@ -86,6 +95,7 @@ class RemoteExperts(torch.nn.Module):
         max_tokens: int = 4096,
         timeout_s: float | None = None,
         graphs: bool = False,
+        weights_version: int = 0,
     ) -> None:
         super().__init__()
         if max_tokens < 1:
@@ -95,6 +105,8 @@ class RemoteExperts(torch.nn.Module):
         self.max_tokens = max_tokens
         self.timeout_s = timeout_s
         self.graphs = graphs
+        self.weights_version = weights_version
+        self.weights_version_seen = 0
         self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
         self._tickets = itertools.count(1)
         self._number = next(_NUMBERS)
@@ -190,7 +202,7 @@ class RemoteExperts(torch.nn.Module):
 
     def _way(self, x: Tensor) -> DeviceTransport | None:
         device = _gpu_of(x)
-        return None if device is None else self.forwarder.device_way(device)
+        return None if device is None or self.weights_version else self.forwarder.device_way(device)
 
     def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_shapes(x, topk_ids, topk_weights)
@@ -248,11 +260,16 @@ class RemoteExperts(torch.nn.Module):
             if not bool(has.all()):
                 rows = has
                 x, ids, weights = x[has.to(x.device)], ids[has], weights[has.to(weights.device)]
-        request = Request(self.layer, _for_the_wire(x), ids, _for_the_wire(weights)) if routes else None
+        request = None
+        if routes:
+            version = self.weights_version
+            request = Request(self.layer, _for_the_wire(x), ids, _for_the_wire(weights), weights_version=version)
         return _Call([] if request is None else request.cut(self.max_tokens), rows, routes)
 
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
+        if answers:
+            self._see({answer.weights_version for answer in answers})
         if len(answers) == 1 and call.rows is None and answers[0].routes_computed == call.routes:  # as nearly always
             output: Tensor = answers[0].output
             return output if output.dtype == like.dtype and like.dim() == 2 else output.to(like.dtype).view(like.shape)
@@ -273,6 +290,17 @@ class RemoteExperts(torch.nn.Module):
         for answer in answers:
             answer.release()
         return whole.view(like.shape)
+
+    def _see(self, versions: set[int]) -> None:
+        """Of the parts of one call.  Raises WeightsVersionNotHeldError where there are several."""
+        if len(versions) > 1:
+            raise WeightsVersionNotHeldError.about(
+                f"layer {self.layer}: a call of more than {self.max_tokens} tokens, which was cut",
+                got=f"parts by versions {', '.join(map(str, sorted(versions)))} of the weights",
+                want="one version",
+                remedy="the server switched meanwhile: call again, or set weights_version",
+            )
+        (self.weights_version_seen,) = versions
 
 
 def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from expertd.errors import RequestCancelledError
+from expertd.errors import RequestCancelledError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.exchange.link import Link
 from expertd_client.exchange.session import INLINE, Session
@@ -32,9 +32,17 @@ _REST = 20
 
 
 class Exchange:
-    """Thread-safe."""
+    """Thread-safe.
 
-    def __init__(self, transport: Transport, alarm: Callable[[Callable[[], None]], Alarm]) -> None:
+    reconnects   whether a request connects where there is no connection; else session() alone does
+    broke        called when the connection ends
+    """
+
+    def __init__(
+        self, transport: Transport, alarm: Callable[[Callable[[], None]], Alarm], reconnects: bool = True
+    ) -> None:
+        self.broke: Callable[[], None] = lambda: None
+        self._reconnects = reconnects
         self._load: pb.Load | Callable[[], pb.Load] | None = None
         self._transport = transport
         self._ids = itertools.count(1)
@@ -45,7 +53,7 @@ class Exchange:
 
     def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
         """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time."""
-        link = self._open()
+        link = self._open(self._reconnects)
         request_id = next(self._ids)
         link.forward(request_id, request, deadline, waiter)
         if deadline is not None:
@@ -108,8 +116,14 @@ class Exchange:
         return link is not None and link.cancel(request_id)
 
     def session(self, waiter: Waiter[Session]) -> None:
-        """`waiter` gets how messages travel on the present connection."""
+        """`waiter` gets how messages travel on the present connection, which is made if there is none."""
         self._open().session(waiter)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a connection."""
+        link = self._link
+        return link is not None and link.alive
 
     @property
     def transport_name(self) -> str:
@@ -132,7 +146,8 @@ class Exchange:
             link.close()
         self._alarm.close()
 
-    def _open(self) -> Link:
+    def _open(self, connects: bool = True) -> Link:
+        """Raises UnavailableError where there is no connection, and none is to be made."""
         link = self._link
         if link is not None and link.alive:  # close() takes it away
             return link
@@ -141,7 +156,9 @@ class Exchange:
                 raise RequestCancelledError(f"{self._transport.target}: this client is closed; make a new one")
             link = self._link
             if link is None or not link.alive:
-                link = self._link = Link(self._transport, self._on_load)
+                if not connects:
+                    raise UnavailableError(f"{self._transport.target}: the connection broke; it is being made again")
+                link = self._link = Link(self._transport, self._on_load, lambda: self.broke())
             return link
 
     def _on_load(self, load: pb.Load | Callable[[], pb.Load]) -> None:

@@ -47,16 +47,21 @@ _Pending: TypeAlias = tuple[Waiter[ForwardResult], Request, "Deadline | None", C
 
 
 class Link:
-    """Thread-safe.  told: gets what the server says of its load.
+    """Thread-safe.  on_load: gets what the server says of its load; on_close: called when it has ended.
 
     alive                whether it takes requests
     session_connection   the faster one; None: there is none
     """
 
-    def __init__(self, transport: Transport, on_load: Callable[[pb.Load | Callable[[], pb.Load]], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        on_load: Callable[[pb.Load | Callable[[], pb.Load]], None],
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.pending: dict[int, _Pending] = {}
         self.alive = True
-        self._on_load = on_load
+        self._on_load, self._on_close = on_load, on_close
         self._target = transport.target
         # `alive`, `session_connection` and `_session` change together, and `pending` with the session connection's end
         self._lock = threading.Lock()
@@ -283,6 +288,7 @@ class Link:
             waiter.fail(self._error.copy())
         if connection is not None:
             connection.broke(self._error)
+        self._on_close()
 
     def _fail(self, error: ExpertdError, connection: Connection | None) -> None:
         """Fails what is in flight on `connection`; None = everything."""

@@ -89,10 +89,10 @@ class WeightsServer:
                     raise
             time.sleep(pause_s)
 
-    def prepare(self, update: str) -> pb.PrepareUpdateResponse:
-        answer: pb.PrepareUpdateResponse = self._call(
-            "PrepareUpdate", pb.PrepareUpdateRequest(update=update), _PREPARE_S
-        )
+    def prepare(self, update: str, identity: str = "") -> pb.PrepareUpdateResponse:
+        """identity: of the new version (expertd.common.identity), "" = not known."""
+        request = pb.PrepareUpdateRequest(update=update, identity=identity)
+        answer: pb.PrepareUpdateResponse = self._call("PrepareUpdate", request, _PREPARE_S)
         return answer
 
     def commit(self, update: str) -> expert_pb.WeightVersion:

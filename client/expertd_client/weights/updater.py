@@ -26,6 +26,7 @@ from expertd.v1 import expert_service_pb2 as expert_pb
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.transports.credentials import Credentials
 from expertd_client.weights.memory import TrainerSession, on_gpu
+from expertd_client.weights.sampled import Sampled
 from expertd_client.weights.server import WeightsServer
 from expertd_client.weights.tensors import parts_of, raw_of
 
@@ -114,6 +115,7 @@ class Updater:
         try:
             host = host_id() if self._cuda_ipc and not checkpoint else ""
             begun = self.each("begin", lambda s: s.begin(name, number, lease_s=self._lease_s, host=host, **options))
+            update.sampled = Sampled(begun.values(), delta)
             if host:
                 update.memory = TrainerSession(begun)
             update.held = self.each("describe", lambda s: s.held()) if not checkpoint else {}
@@ -181,6 +183,7 @@ class Update:
     held      experts by layer that each server holds: tensors of others are not sent to it
     sent_bytes   of tensors, to all servers
     memory    where servers read a GPU's memory by themselves; None: they do not
+    sampled   what the identity of the new version is made from
     """
 
     def __init__(self, updater: Updater, name: str, number: int) -> None:
@@ -188,6 +191,7 @@ class Update:
         self.held: Mapping[str, Mapping[int, frozenset[int]]] = {}
         self.sent_bytes = 0
         self.memory: TrainerSession | None = None
+        self.sampled = Sampled((), False)
         self._updater = updater
         self._buckets: dict[str, list[pb.WeightPart]] = {s.address: [] for s in updater.servers}
         self._sizes = dict.fromkeys(self._buckets, 0)
@@ -197,6 +201,7 @@ class Update:
         """A tensor under its name in the checkpoint: torch on any device, or numpy; one that is no expert's is left out
         by the servers.  Without cuda_ipc it may be overwritten when this returns.  Raises BadDtypeError, and
         UpdateFailedError where a server refused an earlier tensor."""
+        self.sampled.put(name, tensor)
         takers = [s for s in self._updater.servers if self._takes(s.address, name)]
         if not takers:
             return
@@ -221,6 +226,7 @@ class Update:
     ) -> None:
         """What changed of a tensor since the base, as WeightPart.delta has it.  dtype: as safetensors names it."""
         part = pb.WeightPart(name=name, dtype=dtype, shape=shape, data=data, delta=kind, checksum=checksum)  # type: ignore[arg-type]
+        self.sampled.put_delta(name, data)
         for server in self._updater.servers:
             if self._takes(server.address, name):
                 self._add(server, part)
@@ -231,7 +237,8 @@ class Update:
             self._send(server)
         for server in self._updater.servers:
             self._wait(server.address, 0)
-        self._updater.each("prepare", lambda s: s.prepare(self.name))
+        identity = self.sampled.identity()
+        self._updater.each("prepare", lambda s: s.prepare(self.name, identity))
         self._close_memory()
 
     def commit(self) -> None:

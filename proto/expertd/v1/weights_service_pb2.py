@@ -25,49 +25,49 @@ _sym_db = _symbol_database.Default()
 from expertd.v1 import expert_service_pb2 as expertd_dot_v1_dot_expert__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n expertd/v1/weights_service.proto\x12\nexpertd.v1\x1a\x1f\x65xpertd/v1/expert_service.proto\"\xbd\x01\n\x12\x42\x65ginUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05label\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\r\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x08 \x01(\x08\x12\r\n\x05\x64\x65lta\x18\t \x01(\x08\x12\x0f\n\x07host_id\x18\n \x01(\t\"\xcc\x01\n\x13\x42\x65ginUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\"\n\x06memory\x18\x04 \x01(\x0b\x32\x12.expertd.v1.Memory\x12\x1b\n\x13waiting_limit_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmemory_endpoint\x18\x06 \x01(\t\x12\x14\n\x0cmemory_token\x18\x07 \x01(\t\x12\x16\n\x0ememory_refusal\x18\x08 \x01(\t\".\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\xca\x01\n\nWeightPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12&\n\x05\x64\x65lta\x18\x07 \x01(\x0e\x32\x17.expertd.v1.WeightDelta\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\t\x12(\n\x06memory\x18\t \x01(\x0b\x32\x18.expertd.v1.DeviceMemory\"J\n\x11PutWeightsRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.expertd.v1.WeightPart\"T\n\x12PutWeightsResponse\x12\x12\n\nkept_bytes\x18\x01 \x01(\x04\x12\x15\n\rignored_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blayers_done\x18\x03 \x01(\r\"&\n\x14PrepareUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\"f\n\x15PrepareUpdateResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x11\n\tpacking_s\x18\x03 \x01(\x01\"%\n\x13\x43ommitUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\"B\n\x14\x43ommitUpdateResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion\"$\n\x12\x41\x62ortUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUpdateResponse\"\x12\n\x10GetUpdateRequest\"\x86\x02\n\x11GetUpdateResponse\x12\x0e\n\x06update\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.expertd.v1.UpdateState\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x13\n\x0blayers_done\x18\x05 \x01(\r\x12\x12\n\nkept_bytes\x18\x06 \x01(\x04\x12\x15\n\rwaiting_bytes\x18\x07 \x01(\x04\x12\x12\n\nlast_error\x18\x08 \x01(\t\x12+\n\x08versions\x18\t \x03(\x0b\x32\x19.expertd.v1.WeightVersion\x12\x17\n\x0fhighest_version\x18\n \x01(\x04\")\n\x16RollbackVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"E\n\x17RollbackVersionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion*]\n\x0bWeightDelta\x12\x1c\n\x18WEIGHT_DELTA_UNSPECIFIED\x10\x00\x12\x14\n\x10WEIGHT_DELTA_XOR\x10\x01\x12\x1a\n\x16WEIGHT_DELTA_OVERWRITE\x10\x02*y\n\x0bUpdateState\x12\x1c\n\x18UPDATE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16UPDATE_STATE_RECEIVING\x10\x01\x12\x18\n\x14UPDATE_STATE_PACKING\x10\x02\x12\x16\n\x12UPDATE_STATE_READY\x10\x03\x32\xcc\x04\n\x0eWeightsService\x12N\n\x0b\x42\x65ginUpdate\x12\x1e.expertd.v1.BeginUpdateRequest\x1a\x1f.expertd.v1.BeginUpdateResponse\x12K\n\nPutWeights\x12\x1d.expertd.v1.PutWeightsRequest\x1a\x1e.expertd.v1.PutWeightsResponse\x12T\n\rPrepareUpdate\x12 .expertd.v1.PrepareUpdateRequest\x1a!.expertd.v1.PrepareUpdateResponse\x12Q\n\x0c\x43ommitUpdate\x12\x1f.expertd.v1.CommitUpdateRequest\x1a .expertd.v1.CommitUpdateResponse\x12N\n\x0b\x41\x62ortUpdate\x12\x1e.expertd.v1.AbortUpdateRequest\x1a\x1f.expertd.v1.AbortUpdateResponse\x12H\n\tGetUpdate\x12\x1c.expertd.v1.GetUpdateRequest\x1a\x1d.expertd.v1.GetUpdateResponse\x12Z\n\x0fRollbackVersion\x12\".expertd.v1.RollbackVersionRequest\x1a#.expertd.v1.RollbackVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n expertd/v1/weights_service.proto\x12\nexpertd.v1\x1a\x1f\x65xpertd/v1/expert_service.proto\"\xbd\x01\n\x12\x42\x65ginUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\r\n\x05label\x18\x03 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x04 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x05 \x01(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\r\x12\x12\n\ncheckpoint\x18\x07 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x08 \x01(\x08\x12\r\n\x05\x64\x65lta\x18\t \x01(\x08\x12\x0f\n\x07host_id\x18\n \x01(\t\"\x86\x02\n\x13\x42\x65ginUpdateResponse\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06layers\x18\x03 \x01(\r\x12\"\n\x06memory\x18\x04 \x01(\x0b\x32\x12.expertd.v1.Memory\x12\x1b\n\x13waiting_limit_bytes\x18\x05 \x01(\x04\x12\x17\n\x0fmemory_endpoint\x18\x06 \x01(\t\x12\x14\n\x0cmemory_token\x18\x07 \x01(\t\x12\x16\n\x0ememory_refusal\x18\x08 \x01(\t\x12\x0f\n\x07sampled\x18\t \x03(\t\x12\x15\n\rbase_identity\x18\n \x01(\t\x12\x10\n\x08gives_up\x18\x0b \x01(\x04\".\n\x0c\x44\x65viceMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\xca\x01\n\nWeightPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x12\x0e\n\x06sha256\x18\x06 \x01(\x0c\x12&\n\x05\x64\x65lta\x18\x07 \x01(\x0e\x32\x17.expertd.v1.WeightDelta\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\t\x12(\n\x06memory\x18\t \x01(\x0b\x32\x18.expertd.v1.DeviceMemory\"J\n\x11PutWeightsRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\x12%\n\x05parts\x18\x02 \x03(\x0b\x32\x16.expertd.v1.WeightPart\"T\n\x12PutWeightsResponse\x12\x12\n\nkept_bytes\x18\x01 \x01(\x04\x12\x15\n\rignored_bytes\x18\x02 \x01(\x04\x12\x13\n\x0blayers_done\x18\x03 \x01(\r\"8\n\x14PrepareUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\x12\x10\n\x08identity\x18\x02 \x01(\t\"f\n\x15PrepareUpdateResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion\x12\x0e\n\x06layers\x18\x02 \x01(\r\x12\x11\n\tpacking_s\x18\x03 \x01(\x01\"%\n\x13\x43ommitUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\"B\n\x14\x43ommitUpdateResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion\"$\n\x12\x41\x62ortUpdateRequest\x12\x0e\n\x06update\x18\x01 \x01(\t\"\x15\n\x13\x41\x62ortUpdateResponse\"\x12\n\x10GetUpdateRequest\"\x86\x02\n\x11GetUpdateResponse\x12\x0e\n\x06update\x18\x01 \x01(\t\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.expertd.v1.UpdateState\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x0e\n\x06layers\x18\x04 \x01(\r\x12\x13\n\x0blayers_done\x18\x05 \x01(\r\x12\x12\n\nkept_bytes\x18\x06 \x01(\x04\x12\x15\n\rwaiting_bytes\x18\x07 \x01(\x04\x12\x12\n\nlast_error\x18\x08 \x01(\t\x12+\n\x08versions\x18\t \x03(\x0b\x32\x19.expertd.v1.WeightVersion\x12\x17\n\x0fhighest_version\x18\n \x01(\x04\")\n\x16RollbackVersionRequest\x12\x0f\n\x07version\x18\x01 \x01(\x04\"E\n\x17RollbackVersionResponse\x12*\n\x07version\x18\x01 \x01(\x0b\x32\x19.expertd.v1.WeightVersion*]\n\x0bWeightDelta\x12\x1c\n\x18WEIGHT_DELTA_UNSPECIFIED\x10\x00\x12\x14\n\x10WEIGHT_DELTA_XOR\x10\x01\x12\x1a\n\x16WEIGHT_DELTA_OVERWRITE\x10\x02*y\n\x0bUpdateState\x12\x1c\n\x18UPDATE_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16UPDATE_STATE_RECEIVING\x10\x01\x12\x18\n\x14UPDATE_STATE_PACKING\x10\x02\x12\x16\n\x12UPDATE_STATE_READY\x10\x03\x32\xcc\x04\n\x0eWeightsService\x12N\n\x0b\x42\x65ginUpdate\x12\x1e.expertd.v1.BeginUpdateRequest\x1a\x1f.expertd.v1.BeginUpdateResponse\x12K\n\nPutWeights\x12\x1d.expertd.v1.PutWeightsRequest\x1a\x1e.expertd.v1.PutWeightsResponse\x12T\n\rPrepareUpdate\x12 .expertd.v1.PrepareUpdateRequest\x1a!.expertd.v1.PrepareUpdateResponse\x12Q\n\x0c\x43ommitUpdate\x12\x1f.expertd.v1.CommitUpdateRequest\x1a .expertd.v1.CommitUpdateResponse\x12N\n\x0b\x41\x62ortUpdate\x12\x1e.expertd.v1.AbortUpdateRequest\x1a\x1f.expertd.v1.AbortUpdateResponse\x12H\n\tGetUpdate\x12\x1c.expertd.v1.GetUpdateRequest\x1a\x1d.expertd.v1.GetUpdateResponse\x12Z\n\x0fRollbackVersion\x12\".expertd.v1.RollbackVersionRequest\x1a#.expertd.v1.RollbackVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'expertd.v1.weights_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTDELTA']._serialized_start=1606
-  _globals['_WEIGHTDELTA']._serialized_end=1699
-  _globals['_UPDATESTATE']._serialized_start=1701
-  _globals['_UPDATESTATE']._serialized_end=1822
+  _globals['_WEIGHTDELTA']._serialized_start=1682
+  _globals['_WEIGHTDELTA']._serialized_end=1775
+  _globals['_UPDATESTATE']._serialized_start=1777
+  _globals['_UPDATESTATE']._serialized_end=1898
   _globals['_BEGINUPDATEREQUEST']._serialized_start=82
   _globals['_BEGINUPDATEREQUEST']._serialized_end=271
   _globals['_BEGINUPDATERESPONSE']._serialized_start=274
-  _globals['_BEGINUPDATERESPONSE']._serialized_end=478
-  _globals['_DEVICEMEMORY']._serialized_start=480
-  _globals['_DEVICEMEMORY']._serialized_end=526
-  _globals['_WEIGHTPART']._serialized_start=529
-  _globals['_WEIGHTPART']._serialized_end=731
-  _globals['_PUTWEIGHTSREQUEST']._serialized_start=733
-  _globals['_PUTWEIGHTSREQUEST']._serialized_end=807
-  _globals['_PUTWEIGHTSRESPONSE']._serialized_start=809
-  _globals['_PUTWEIGHTSRESPONSE']._serialized_end=893
-  _globals['_PREPAREUPDATEREQUEST']._serialized_start=895
-  _globals['_PREPAREUPDATEREQUEST']._serialized_end=933
-  _globals['_PREPAREUPDATERESPONSE']._serialized_start=935
-  _globals['_PREPAREUPDATERESPONSE']._serialized_end=1037
-  _globals['_COMMITUPDATEREQUEST']._serialized_start=1039
-  _globals['_COMMITUPDATEREQUEST']._serialized_end=1076
-  _globals['_COMMITUPDATERESPONSE']._serialized_start=1078
-  _globals['_COMMITUPDATERESPONSE']._serialized_end=1144
-  _globals['_ABORTUPDATEREQUEST']._serialized_start=1146
-  _globals['_ABORTUPDATEREQUEST']._serialized_end=1182
-  _globals['_ABORTUPDATERESPONSE']._serialized_start=1184
-  _globals['_ABORTUPDATERESPONSE']._serialized_end=1205
-  _globals['_GETUPDATEREQUEST']._serialized_start=1207
-  _globals['_GETUPDATEREQUEST']._serialized_end=1225
-  _globals['_GETUPDATERESPONSE']._serialized_start=1228
-  _globals['_GETUPDATERESPONSE']._serialized_end=1490
-  _globals['_ROLLBACKVERSIONREQUEST']._serialized_start=1492
-  _globals['_ROLLBACKVERSIONREQUEST']._serialized_end=1533
-  _globals['_ROLLBACKVERSIONRESPONSE']._serialized_start=1535
-  _globals['_ROLLBACKVERSIONRESPONSE']._serialized_end=1604
-  _globals['_WEIGHTSSERVICE']._serialized_start=1825
-  _globals['_WEIGHTSSERVICE']._serialized_end=2413
+  _globals['_BEGINUPDATERESPONSE']._serialized_end=536
+  _globals['_DEVICEMEMORY']._serialized_start=538
+  _globals['_DEVICEMEMORY']._serialized_end=584
+  _globals['_WEIGHTPART']._serialized_start=587
+  _globals['_WEIGHTPART']._serialized_end=789
+  _globals['_PUTWEIGHTSREQUEST']._serialized_start=791
+  _globals['_PUTWEIGHTSREQUEST']._serialized_end=865
+  _globals['_PUTWEIGHTSRESPONSE']._serialized_start=867
+  _globals['_PUTWEIGHTSRESPONSE']._serialized_end=951
+  _globals['_PREPAREUPDATEREQUEST']._serialized_start=953
+  _globals['_PREPAREUPDATEREQUEST']._serialized_end=1009
+  _globals['_PREPAREUPDATERESPONSE']._serialized_start=1011
+  _globals['_PREPAREUPDATERESPONSE']._serialized_end=1113
+  _globals['_COMMITUPDATEREQUEST']._serialized_start=1115
+  _globals['_COMMITUPDATEREQUEST']._serialized_end=1152
+  _globals['_COMMITUPDATERESPONSE']._serialized_start=1154
+  _globals['_COMMITUPDATERESPONSE']._serialized_end=1220
+  _globals['_ABORTUPDATEREQUEST']._serialized_start=1222
+  _globals['_ABORTUPDATEREQUEST']._serialized_end=1258
+  _globals['_ABORTUPDATERESPONSE']._serialized_start=1260
+  _globals['_ABORTUPDATERESPONSE']._serialized_end=1281
+  _globals['_GETUPDATEREQUEST']._serialized_start=1283
+  _globals['_GETUPDATEREQUEST']._serialized_end=1301
+  _globals['_GETUPDATERESPONSE']._serialized_start=1304
+  _globals['_GETUPDATERESPONSE']._serialized_end=1566
+  _globals['_ROLLBACKVERSIONREQUEST']._serialized_start=1568
+  _globals['_ROLLBACKVERSIONREQUEST']._serialized_end=1609
+  _globals['_ROLLBACKVERSIONRESPONSE']._serialized_start=1611
+  _globals['_ROLLBACKVERSIONRESPONSE']._serialized_end=1680
+  _globals['_WEIGHTSSERVICE']._serialized_start=1901
+  _globals['_WEIGHTSSERVICE']._serialized_end=2489
 # @@protoc_insertion_point(module_scope)

@@ -53,7 +53,7 @@ class BeginUpdateRequest(_message.Message):
     def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
-    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes", "memory_endpoint", "memory_token", "memory_refusal")
+    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes", "memory_endpoint", "memory_token", "memory_refusal", "sampled", "base_identity", "gives_up")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,9 @@ class BeginUpdateResponse(_message.Message):
     MEMORY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     MEMORY_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    BASE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    GIVES_UP_FIELD_NUMBER: _ClassVar[int]
     version: int
     base: int
     layers: int
@@ -70,7 +73,10 @@ class BeginUpdateResponse(_message.Message):
     memory_endpoint: str
     memory_token: str
     memory_refusal: str
-    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ..., memory_endpoint: _Optional[str] = ..., memory_token: _Optional[str] = ..., memory_refusal: _Optional[str] = ...) -> None: ...
+    sampled: _containers.RepeatedScalarFieldContainer[str]
+    base_identity: str
+    gives_up: int
+    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ..., memory_endpoint: _Optional[str] = ..., memory_token: _Optional[str] = ..., memory_refusal: _Optional[str] = ..., sampled: _Optional[_Iterable[str]] = ..., base_identity: _Optional[str] = ..., gives_up: _Optional[int] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("handle", "offset")
@@ -121,10 +127,12 @@ class PutWeightsResponse(_message.Message):
     def __init__(self, kept_bytes: _Optional[int] = ..., ignored_bytes: _Optional[int] = ..., layers_done: _Optional[int] = ...) -> None: ...
 
 class PrepareUpdateRequest(_message.Message):
-    __slots__ = ("update",)
+    __slots__ = ("update", "identity")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     update: str
-    def __init__(self, update: _Optional[str] = ...) -> None: ...
+    identity: str
+    def __init__(self, update: _Optional[str] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class PrepareUpdateResponse(_message.Message):
     __slots__ = ("version", "layers", "packing_s")

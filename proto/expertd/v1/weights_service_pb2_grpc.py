@@ -100,7 +100,8 @@ class WeightsServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Serves the new version from now on. The version before is held until the next update begins, for Rollback.
+        """Serves the new version from now on. The version before is held until the next one is committed, for Rollback, or,
+        where memory holds no three, until the next update begins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

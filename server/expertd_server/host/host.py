@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -70,16 +70,18 @@ from expertd_server.engine.policy import Policy
 from expertd_server.host.from_options import largest_message, security_of
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.remembered import recall, remember
-from expertd_server.residence.residence import Residence
+from expertd_server.residence.residence import FIRST, Residence
 from expertd_server.service.service import Service
 from expertd_server.transports.grpc.admin import AdminTransport
 from expertd_server.transports.grpc.server import GrpcTransport
 from expertd_server.transports.listening import listening
 from expertd_server.transports.protocol import Transport
 from expertd_server.transports.table import listeners
+from expertd_server.updates.identity import identity_of
 from expertd_server.updates.sources import alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
 from expertd_server.updates.updates import Updates
+from expertd_server.updates.versions import TENSORS, Version
 from expertd_server.views.describe import Describer
 from expertd_server.views.gpu_metrics import gpu_facts
 from expertd_server.views.metrics import BackendFacts, Metrics
@@ -170,8 +172,10 @@ class Host:
             if not config.joins:
                 self._compile_early(source, places[0], kernels)
             assigner = self._assigner(source, places)
-            if served is not None:
-                assigner = self._committed_weights(store, served, source, assigner)
+            if served is None:
+                served = Served(Version(FIRST, identity=_identity_of(source)), FIRST, source.fingerprint)
+            else:
+                assigner, served = self._committed_weights(store, served, source, assigner)
             assignments = self._assignments(assigner, source.fingerprint)
         oracle = Autotuning.of(config, where, assignments)
         if oracle is not None:
@@ -372,19 +376,25 @@ class Host:
             assignments = self._assignments(assigner, source.fingerprint, quiet=True)
             kernels.give(assignments, place.device, config.max_tokens, config.warm_routes)
 
-    def _committed_weights(self, store: Store, served: Served, source: ExpertSource, assigner: Assigner) -> Assigner:
-        """Of the version that was committed last, served instead of the start's.  Raises BootError."""
+    def _committed_weights(
+        self, store: Store, served: Served, source: ExpertSource, assigner: Assigner
+    ) -> tuple[Assigner, Served]:
+        """Of the version that was committed last, served instead of the start's; and that version, with the identity of
+        what is read now where it is read from a folder.  Raises BootError."""
         version, config = served.version, self.config
         held = {a.info.layer: a.held for a in self._assignments(assigner, source.fingerprint, quiet=True)}
         found = store.open(version, checkpoint_of(source), held)
+        if version.source != TENSORS:
+            read = source if found is None else cast("ExpertSource", found)
+            served = replace(served, version=replace(version, identity=_identity_of(read)))
         if found is None:
-            return assigner
+            return assigner, served
         self.say(f"serving version {version.number} of the weights, which was committed last: {found.root}")
         first = source.info(next(iter(held)))
         made = alike(found, first.layer, first)
         files = files_state(replace(config, checkpoint=found.root)) if config.cache else ""
         self._workshop = replace(self._workshop, source=made, files=files)
-        return assigner.of(made)
+        return assigner.of(made), served
 
     def _make_service(self, source: ExpertSource, infos: Sequence[LayerInfo]) -> None:
         config = self.config
@@ -532,6 +542,14 @@ def _facts(b: Booted) -> BackendFacts:
         b.assignment.chosen_by,
         b.from_cache,
     )
+
+
+def _identity_of(source: ExpertSource) -> str:
+    """Raises BootError."""
+    try:
+        return identity_of(source)
+    except (ValueError, OSError) as e:
+        raise BootError(str(e)) from e
 
 
 def _cache(config: ServeConfig) -> PackedCache | None:

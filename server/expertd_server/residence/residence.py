@@ -14,6 +14,7 @@ experts is packed anew from its source, so for a while both are there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -211,11 +212,16 @@ class Residence:
         self._claimed = ""
         self._changing.release()
 
-    def room_twice(self) -> MemoryPlan | None:
-        """The plan of what is held and of as much beside it; None = nothing is held.  Raises BootError where that does
-        not fit."""
+    def room_beside(self) -> tuple[MemoryPlan | None, bool]:
+        """The plan of what is held and of as much beside it, None = nothing is held; and whether `before` stays.  Where
+        it has to go, the plan is without it.  Raises BootError where that does not fit either."""
         held = [b.assignment for b in self.booted.values()]
-        return self._require_room(held) if held else None
+        if not held:
+            return None, True
+        if self.before is not None:
+            with contextlib.suppress(BootError):
+                return self._require_room([*self._assignments_before(), *held]), True
+        return self._require_room(held), self.before is None
 
     @property
     def weights(self) -> Weights:
@@ -229,15 +235,18 @@ class Residence:
         with workshop.preparing():
             return boot_layer(assigner.layer(layer, held), workshop, measure=False, like=self.booted.get(layer))
 
-    def switch(self, weights: Weights) -> None:
+    def switch(self, weights: Weights) -> Weights | None:
         """Serve these instead of those that are served, which become `before`; between claim() and unclaim().  They
-        hold the same layers and experts.  What was taken before is computed by the others."""
+        hold the same layers and experts.  What was taken before is computed by the others.  Returns what was `before`
+        until now and is for release(); None: nothing, or these."""
         assert {n: b.assignment.held for n, b in weights.booted.items()} == {
             n: b.assignment.held for n, b in self.booted.items()
         }, "other experts than those that are held"
+        older = None if self.before is weights else self.before
         self.before = self.weights
         self._assigner, self._workshop, self.version = weights.assigner, weights.workshop, weights.version
         self._hold(weights.booted, keep=True)
+        return older
 
     def drop_before(self) -> None:
         """Let go of the weights before, and give their memory back as soon as no request uses them."""
@@ -245,9 +254,13 @@ class Residence:
         if before is None:
             return
         gone = [b.served for b in before.booted.values()]
-        alive = [weakref.ref(s.experts) for s in gone]
         del before
         self._hold(self.booted)
+        self.release(gone)
+
+    def release(self, gone: list[ServedLayer]) -> None:
+        """Give the memory of layers back that are held no more, as soon as no request uses them.  gone: emptied."""
+        alive = [weakref.ref(s.experts) for s in gone]
         self._engine.forget(gone, _RELEASE_S)
         gone.clear()
         self.give_back(alive)
@@ -324,20 +337,26 @@ class Residence:
         return out
 
     def _require_room(self, assignments: Sequence[Assignment]) -> MemoryPlan:
-        """The plan of what is held and of `assignments` beside it.  Raises BootError where that does not fit."""
+        """The plan of what is held and of `assignments` beside it, the weights before perhaps among them.  Raises
+        BootError where that does not fit."""
         held = [b.assignment for b in self.booted.values()]
         both = [*held, *assignments]
-        there = {name: plan_memory(own, these) for name, own, these in by_site(self._config, held)} if held else {}
+        now_there = [*held, *self._assignments_before()]
+        there = {name: plan_memory(own, these) for name, own, these in by_site(self._config, now_there)} if held else {}
         devices = [w.device for w in self._workshop.each]
         for name, own, these in by_site(self._config, both):
             free = free_bytes(devices[self._config.devices.index(name)] if self._config.joins else devices[0])
-            if free and name in there:  # what is held is not free, and counts; of the graphs, those that are there yet
+            if free and name in there:  # what is there is not free, and counts; of the graphs, those that are there yet
                 now = there[name]
                 free += now.weights + now.scratch + now.buffers
                 if now.graphs:
                     free += min(now.graphs, self._engine.graph_bytes)
             require_room(plan_memory(own, these), own, these, free, available_bytes())
         return plan_memory(self._config, both)
+
+    def _assignments_before(self) -> list[Assignment]:
+        """Of the weights before, which are in memory."""
+        return [] if self.before is None else [b.assignment for b in self.before.booted.values()]
 
     def _hold(self, booted: Mapping[int, Booted], keep: bool = False) -> None:
         """keep: what is replaced can still be asked for by its version."""

@@ -42,8 +42,10 @@ from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import Assignment, BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
-from expertd_server.residence.residence import FIRST, Residence, Weights
+from expertd_server.engine.served import ServedLayer
+from expertd_server.residence.residence import Residence, Weights
 from expertd_server.service.response import error_of
+from expertd_server.updates.identity import identity_of, sampled_names
 from expertd_server.updates.memory import TrainerMemory, memory_refusal, room_on
 from expertd_server.updates.packing import Packing
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
@@ -84,6 +86,7 @@ class Job:
     received     tensors that are put; None: the server reads `folder`, whose files were as `files` says
     memories     of the trainer's GPU, that tensors are read from
     waiting_limit_bytes  of tensors that may wait to be packed; 0 = not known
+    gives_up     the version that was let go of for it; 0 = none
     ended        set when every layer is ready, or with `error`
     """
 
@@ -96,6 +99,7 @@ class Job:
     memory: MemoryPlan | None
     memories: TrainerMemory
     waiting_limit_bytes: int
+    gives_up: int
     state: pb.UpdateState = pb.UPDATE_STATE_RECEIVING
     error: ExpertdError | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -121,9 +125,9 @@ class Updates:
         source: ExpertSource,
         store: Store,
         metrics: UpdateMetrics,
-        served: Served | None = None,
+        served: Served,
     ) -> None:
-        """source: of the start; served: what a restart serves, None = the start."""
+        """source: of the start; served: at first."""
         self._config, self._residence, self._source = config, residence, source
         self._store, self._metrics = store, metrics
         self._checkpoint = checkpoint_of(source)
@@ -131,8 +135,9 @@ class Updates:
         self._job: Job | None = None
         self._committed = ""
         self._closed = False
-        self.version = Version(FIRST) if served is None else served.version
-        self._highest = FIRST if served is None else served.highest
+        self._released = threading.Event()
+        self._released.set()
+        self.version, self._highest = served.version, served.highest
         self._before: Version | None = None
         self.last_error = ""
 
@@ -160,10 +165,12 @@ class Updates:
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
-    def room(self) -> MemoryPlan | None:
-        """The plan of memory with a second version beside what is served.  Raises ChangeRefusedError."""
+    def room(self) -> tuple[MemoryPlan | None, int]:
+        """The plan of memory with a new version beside those that are held, and the one that is let go of for it, 0 =
+        none.  Raises ChangeRefusedError."""
         try:
-            return self._residence.room_twice()
+            plan, stays = self._residence.room_beside()
+            return plan, 0 if stays or self._before is None else self._before.number
         except BootError as e:
             raise ChangeRefusedError(f"a second version beside the one that is served: {e}") from e
 
@@ -190,7 +197,6 @@ class Updates:
             try:
                 self._check_numbers(asked)
                 folder = self._folder(asked.checkpoint) if asked.checkpoint else None
-                self._residence.drop_before()  # which is what rollback() would serve: not before the update can be
                 self._job = job = self._begun(asked, folder)
             except BaseException:
                 self._residence.unclaim()
@@ -205,7 +211,8 @@ class Updates:
         booted = self._residence.booted
         if not booted:
             raise ChangeRefusedError("update: this server holds no layer; want some held first")
-        memory = self.room()
+        self._released.wait()  # what the last commit replaced takes memory until then
+        memory, gives_up = self.room()
         received: Received | None = None
         files = ""
         version = Version(self._highest + 1, asked.label, TENSORS)
@@ -214,7 +221,7 @@ class Updates:
         if folder is not None:
             files = files_state(replace(self._config, checkpoint=folder.root))
             take = _layers_of(folder, booted)
-            version = replace(version, source=CHECKPOINT, folder=asked.checkpoint)
+            version = replace(version, source=CHECKPOINT, folder=asked.checkpoint, identity=identity_of(folder))
         else:
             if self._checkpoint is None:
                 raise ChangeRefusedError(
@@ -225,9 +232,12 @@ class Updates:
             held = {n: b.assignment.held for n, b in booted.items()}
             received = Received(self._checkpoint, held, base, room_on(self._residence.weights.workshop.device))
             take = received.take
+        if gives_up:
+            self._residence.drop_before()  # which is what rollback() would serve: not before the update can be
         packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
         memories = TrainerMemory(self._residence.weights.workshop.device)
-        return Job(asked, version, packing, received, folder, files, memory, memories, self._waiting_limit(memory))
+        limit = self._waiting_limit(memory)
+        return Job(asked, version, packing, received, folder, files, memory, memories, limit, gives_up)
 
     def _keep(self, version: Version, layer: int, source: Checkpoint, held: Sequence[int]) -> None:
         """Write the tensors of a layer for a restart.  Raises BootError."""
@@ -331,13 +341,17 @@ class Updates:
 
         return job.received.put_memory(p.name, p.dtype, list(p.shape), where), sizes[0]
 
+    def sampled(self) -> list[str]:
+        """Names of the tensors that the identity of an update with tensors is made from."""
+        return [] if self._checkpoint is None else sampled_names(self._checkpoint)
+
     def memory_refusal(self) -> str:
         """ "" where tensors may lie in memory of a GPU of this host, else why not."""
         return memory_refusal(self._residence.weights.workshop.device)
 
-    def seal(self, update: str) -> Job:
-        """Nothing more is put.  job.ended is set when it is ready, or has failed.  Raises ChangeRefusedError where
-        tensors are missing: the update is let go of."""
+    def seal(self, update: str, identity: str = "") -> Job:
+        """Nothing more is put.  job.ended is set when it is ready, or has failed.  identity: of the new version, where
+        it comes as tensors.  Raises ChangeRefusedError where tensors are missing: the update is let go of."""
         job = self._of(update)
         with self._lock:
             if job.state != pb.UPDATE_STATE_RECEIVING:
@@ -345,6 +359,8 @@ class Updates:
             missing = [] if job.received is None else job.received.missing()
             if not missing:
                 job.state = pb.UPDATE_STATE_PACKING
+                if job.received is not None:
+                    job.version = replace(job.version, identity=identity)
                 if job.received is not None and job.asked.delta:
                     job.received.rest_of_base()
                     job.packing.wake()
@@ -375,9 +391,10 @@ class Updates:
                 ) from e
             self._job = None
             job.packing.booted = {}
-            self._serve(job.version, weights)
+            older = self._serve(job.version, weights)
             self._committed, self.last_error = update, ""
             self._residence.unclaim()
+        self._release(older)
         self._metrics.ended("committed", job.packing.packing_s)
         return self.version
 
@@ -421,6 +438,7 @@ class Updates:
             job = self._job
         if job is not None:
             self._end(job, RequestCancelledError("update: this server closes"), "aborted")
+        self._released.wait(1.0)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
@@ -518,11 +536,28 @@ class Updates:
         highest = max(self._highest, version.number)
         self._store.commit(Served(version, highest, self._source.fingerprint))
 
-    def _serve(self, version: Version, weights: Weights) -> None:
+    def _serve(self, version: Version, weights: Weights) -> list[ServedLayer]:
+        """Returns layers that nobody can ask for any more."""
         self.version, self._before = version, self.version
         self._highest = max(self._highest, version.number)
-        self._residence.switch(weights)
+        older = self._residence.switch(weights)
         self._store.drop_but([self.version, self._before])
+        return [] if older is None else [b.served for b in older.booted.values()]
+
+    def _release(self, gone: list[ServedLayer]) -> None:
+        """Of the version before the last: on a thread of its own, because requests may use it still, and whoever
+        commits has other servers to commit."""
+        if not gone:
+            return
+        self._released.clear()
+
+        def release() -> None:
+            try:
+                self._residence.release(gone)
+            finally:
+                self._released.set()
+
+        threading.Thread(target=release, name="expertd-update-release", daemon=True).start()
 
     def layers(self) -> Mapping[int, int]:
         """Version that is served, by layer."""

@@ -19,13 +19,15 @@ START, TENSORS, CHECKPOINT = "start", "tensors", "checkpoint"
 
 @dataclass(frozen=True)
 class Version:
-    """number: grows; label: for people; source: START, TENSORS or CHECKPOINT; folder: of the checkpoint, "" = none."""
+    """number: grows; label: for people; source: START, TENSORS or CHECKPOINT; folder: of the checkpoint, "" = none;
+    identity: of the weights of all experts (expertd.common.identity), "" = not known."""
 
     number: int
     label: str = ""
     source: str = START
     folder: str = ""
     ready_unix_ns: int = field(default_factory=time.time_ns)
+    identity: str = ""
 
 
 def digest_of(booted: Mapping[int, Booted]) -> str:
@@ -46,4 +48,5 @@ def version_message(version: Version, booted: Mapping[int, Booted], serving: boo
         ready_unix_ns=version.ready_unix_ns,
         serving=serving,
         source=version.source,
+        identity=version.identity,
     )

@@ -105,7 +105,7 @@ def test_who_left_while_it_was_described_binds_nobody():
 
 
 class NoExchange:
-    load = None
+    load, alive = None, True
 
 
 class Following:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -11,7 +12,7 @@ import pytest
 from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports
 from waiting import until
 
-from expertd.errors import DeadlineExceededError, PlacementError, WeightsVersionNotHeldError
+from expertd.errors import DeadlineExceededError, PlacementError, UnavailableError, WeightsVersionNotHeldError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster, Policy
 
@@ -27,6 +28,7 @@ class Versioned(Fake):
     def __init__(self, held, versions=(1,), **options):
         super().__init__(held, **options)
         self.versions, self.pinned, self.digest_of = list(versions), [], lambda version, expert: 100 * version + expert
+        self.identity_of = lambda version: f"sampled:{version}"
 
     def serve(self, request):
         found = super().serve(request)  # `does` may switch it
@@ -42,7 +44,10 @@ class Versioned(Fake):
     def describe(self, request):
         self.weights = lambda expert: [self.digest_of(self.versions[0], expert)]
         found = super().describe(request)
-        found.versions.extend(pb.WeightVersion(number=v, serving=n == 0) for n, v in enumerate(self.versions))
+        found.versions.extend(
+            pb.WeightVersion(number=v, serving=n == 0, identity=self.identity_of(v))
+            for n, v in enumerate(self.versions)
+        )
         return found
 
     def switch(self, version):
@@ -203,6 +208,128 @@ def test_other_weights_under_the_same_version_are_refused():
         for member in cluster._members.by_address.values():
             cluster._wake(member)
         until(lambda: sum("other weights" in why for why in cluster.servers.values()) == 1)
+
+
+def described_again(cluster):
+    for member in cluster._members.by_address.values():
+        cluster._wake(member)
+
+
+def test_other_weights_under_the_same_version_are_refused_where_no_expert_is_shared():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    servers["b"].identity_of = lambda version: "sampled:another"
+    with cluster_of(servers) as cluster:
+        until(lambda: cluster._members.settled)
+        with pytest.raises(PlacementError) as refused:
+            cluster.forward(0, X, IDS, W)
+        (why,) = filter(None, cluster.servers.values())
+        assert why in str(refused.value)
+        assert "version 1 of the weights: got sampled:" in why
+        assert ("a: " in why and "which b serve" in why) or ("b: " in why and "which a serve" in why)
+        assert "start it with their checkpoint" in why
+        servers["b"].identity_of = lambda version: "sampled:1"
+        until(lambda: not any(cluster.servers.values()))
+        check(cluster.forward(0, X, IDS, W), 1)
+
+
+def test_what_is_published_under_the_same_number_is_not_added_before_it_is_compared():
+    """Two trainers: both servers answer with version 2, and what they say of it comes later."""
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        servers["b"].identity_of = lambda version: "sampled:1" if version == 1 else "sampled:another"
+        for server in servers.values():
+            server.switch(2)
+        with contextlib.suppress(DeadlineExceededError, PlacementError):  # where one of them was described meanwhile
+            check(cluster.forward(0, X, IDS, W, timeout_s=1.0), 1)
+        until(lambda: any("version 2 of the weights: got sampled:" in why for why in cluster.servers.values()))
+        with pytest.raises((DeadlineExceededError, PlacementError, WeightsVersionNotHeldError)):
+            cluster.forward(0, X, IDS, W, weights_version=2, timeout_s=0.5)
+        nothing_under_way(cluster)
+
+
+def test_a_version_before_that_is_of_other_weights_is_not_asked_for():
+    servers = {"a": Versioned(LOW, [7, 1]), "b": Versioned(HIGH, [7, 1])}
+    servers["b"].identity_of = lambda version: f"sampled:{version if version == 7 else 'another'}"
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W), 7)
+        assert not any(cluster.servers.values())
+        with pytest.raises((DeadlineExceededError, WeightsVersionNotHeldError)):
+            cluster.forward(0, X, IDS, W, weights_version=1, timeout_s=0.5)
+        nothing_under_way(cluster)
+
+
+@pytest.mark.parametrize("identity", ["", "changes:1"])
+def test_weights_that_cannot_be_compared_are_added_with_a_warning(identity, caplog):
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    servers["b"].identity_of = lambda version: identity
+    with cluster_of(servers) as cluster:
+        for _ in range(3):
+            check(cluster.forward(0, X, IDS, W), 1)
+            described_again(cluster)
+        assert not any(cluster.servers.values())
+        (record,) = caplog.records
+        assert "cannot be compared" in record.getMessage()
+
+
+class Restartable(Threaded):
+    """Whose connections end with break_all()."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.ways = []
+
+    def connect(self, deliver, closed):
+        way = super().connect(deliver, closed)
+        self.ways.append(way)
+        return way
+
+    def break_all(self):
+        ways, self.ways = self.ways, []
+        for way in ways:
+            closed, way._closed = way._closed, lambda error: None
+            closed(UnavailableError("connection reset"))
+
+
+def test_a_restart_with_other_weights_is_found_out_before_the_server_is_asked_again():
+    """Its connection is made again by itself, and Describe was asked a moment ago."""
+    servers, made = {"a": Versioned(LOW), "b": Versioned(HIGH)}, {}
+
+    def transport(address):
+        made[address] = transports(servers, Restartable)(address)
+        return made[address]
+
+    with ExpertCluster(list(servers), transport=transport, timeout_s=10.0) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        asked = len(servers["b"].asked)
+        servers["b"].identity_of = lambda version: "sampled:another"
+        made["b"].break_all()
+        with pytest.raises((DeadlineExceededError, PlacementError)):
+            cluster.forward(0, X, IDS, W, timeout_s=0.5)
+        assert len(servers["b"].asked) == asked
+        assert "b: version 1 of the weights" in cluster.servers["b"]
+        servers["b"].identity_of = lambda version: "sampled:1"
+        check(cluster.forward(0, X, IDS, W), 1)
+
+
+def test_a_call_that_servers_outrun_is_tried_until_they_stand_still():
+    """More often than a call changes its version at once."""
+    servers, left = {"a": Versioned(LOW), "b": Versioned(HIGH)}, [60]
+
+    def outrun(request):
+        if left[0]:
+            left[0] -= 1
+            version = max(server.versions[0] for server in servers.values()) + 1
+            for server in servers.values():
+                server.versions = [version]
+
+    for server in servers.values():
+        server.does = outrun
+    with cluster_of(servers, timeout_s=40.0) as cluster:
+        answer = cluster.forward(0, X, IDS, W)
+        check(answer, answer.weights_version)
+        assert left == [0]
+        nothing_under_way(cluster)
 
 
 def test_two_versions_of_the_same_experts_are_no_conflict():

@@ -11,6 +11,7 @@ from updating import Server
 
 from expertctl.cli import main
 from expertd_server.config.values import Ranges
+from expertd_server.residence.residence import Residence
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -23,7 +24,7 @@ def pair(tmp_path):
         yield [Server(stack, trained.config(folder, experts=Ranges.parse(h))) for h in ("0-1", "2-3")]
 
 
-def test_a_folder_versions_and_back(pair, tmp_path, capsys):
+def test_a_folder_versions_and_back(pair, tmp_path, capsys, monkeypatch):
     addresses = [s.host.address for s in pair]
     first = [s.answers() for s in pair]
     new = str(trained.saved(tmp_path / "2", trained.step(2)))
@@ -32,6 +33,9 @@ def test_a_folder_versions_and_back(pair, tmp_path, capsys):
     assert main(["update", *addresses, "--checkpoint", new, "--version", "7", "--label", "night"]) == 0
     assert "version 7 is served by 2 servers" in capsys.readouterr().out
     assert all(s.answers() != a for s, a in zip(pair, first, strict=True))
+    monkeypatch.setattr(Residence, "room_beside", lambda self: (self.memory, False))
+    assert main(["update", *addresses, "--checkpoint", new, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("beside version 7; version 1 goes when the update begins") == 2
     assert main(["versions", *addresses]) == 0
     shown = capsys.readouterr().out
     assert shown.count("night") == 2

@@ -210,7 +210,7 @@ def test_what_is_held_makes_room_by_what_it_takes_now(monkeypatch, captured):
     monkeypatch.setattr(residence, "require_room", lambda plan, config, of, free, staging: asked.append((of, free)))
     r = object.__new__(Residence)
     r._config, r._workshop = config, Workshop(None, torch.device("cpu"))
-    r._engine = SimpleNamespace(graph_bytes=captured)
+    r._engine, r.before = SimpleNamespace(graph_bytes=captured), None
     r.booted = {n: SimpleNamespace(assignment=a) for n, a in enumerate(held)}
     r._require_room(more)
     graphs = min(captured, now.graphs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import random
+import threading
 import time
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 import torch
 import trained
 from trained import E, H
-from updating import Server
+from updating import IDS, Server, W, X
 
 from expertd.errors import (
     ChangePendingError,
@@ -28,6 +31,7 @@ from expertd_kernels.weights.quantize import scheme_named
 from expertd_server.config.serve import ServeConfig
 from expertd_server.config.values import Ranges
 from expertd_server.residence import residence
+from expertd_server.transports.grpc import weights
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -179,12 +183,69 @@ def test_rollback_serves_the_version_before_while_it_is_held(serve, folder):
     assert server.answers() == second
     with pytest.raises(ChangeUnknownError, match=r"version 5: got version 1"):
         server.call("RollbackVersion", version=5)
-    server.call("BeginUpdate", update="next")
-    with pytest.raises(ChangeUnknownError):  # its memory is the next one's
-        server.call("RollbackVersion")
-    server.call("AbortUpdate", update="next")
     server.update(trained.step(3))
     assert [v.number for v in server.client.describe().versions] == [3, 2]
+
+
+def test_a_failed_update_costs_no_version_to_roll_back_to(serve, folder):
+    server = serve(trained.config(folder, quantize="int4_g128"))
+    first = server.answers()
+    server.update(trained.step(2))
+    began = server.call("BeginUpdate", update="next")
+    planned = server.client.describe().memory.weights_bytes
+    assert (began.gives_up, began.memory.weights_bytes) == (0, 3 * planned)
+    server.call("PutWeights", update="next", parts=trained.parts(trained.step(3)))
+    with pytest.raises(ChangePendingError):
+        server.call("RollbackVersion")
+    ask = server.client.forward(0, X, IDS, W, weights_version=1)
+    assert ask.output.view(torch.uint8).numpy().tobytes() == first[0], "it is computed still, too"
+    server.call("AbortUpdate", update="next")
+    assert server.call("RollbackVersion").version.number == 1
+    assert server.answers() == first
+
+
+def test_memory_for_two_versions_alone_is_told_before_the_older_one_goes(serve, folder):
+    whole = trained.config(folder, quantize="int4_g128")
+    memory = serve(whole).client.describe().memory
+    rest = memory.scratch_bytes + memory.context_bytes + max(memory.buffers_bytes, memory.loading_bytes)
+    limit = 2 * memory.weights_bytes + rest + memory.weights_bytes // 2
+    server = serve(dataclasses.replace(whole, memory_limit=limit))
+    assert server.call("BeginUpdate", update="", dry_run=True).gives_up == 0, "there is none before it"
+    server.update(trained.step(2))
+    planned = server.call("BeginUpdate", update="", dry_run=True)
+    assert (planned.gives_up, planned.memory.weights_bytes) == (1, 2 * memory.weights_bytes)
+    assert [v.number for v in server.client.describe().versions] == [2, 1], "that was a plan"
+    assert server.call("BeginUpdate", update="next").gives_up == 1
+    server.call("AbortUpdate", update="next")
+    with pytest.raises(ChangeUnknownError):
+        server.call("RollbackVersion")
+
+
+def test_the_layers_before_the_last_version_are_given_back_at_its_commit(serve, folder):
+    server = serve(trained.config(folder))
+    server.update(trained.step(2))
+    older = [weakref.ref(b.served.experts) for b in server.host.residence.before.booted.values()]
+    server.update(trained.step(3), name="v")
+    server.call("BeginUpdate", update="w")  # waits for it
+    gc.collect()
+    assert not any(ref() for ref in older)
+
+
+def test_prepare_ends_while_layers_are_packed_still(serve, folder, monkeypatch):
+    server, may_end = serve(trained.config(folder)), threading.Event()
+    made = server.host.residence.make
+    monkeypatch.setattr(server.host.residence, "make", lambda *args: may_end.wait(60) and made(*args))
+    monkeypatch.setattr(weights, "_PREPARE_S", 0.05)
+    server.call("BeginUpdate", update="u")
+    server.call("PutWeights", update="u", parts=trained.parts(trained.step(2)))
+    with pytest.raises(ChangePendingError, match=r"got 0 of 2 layers ready, and 0.05 s are over.*ask again"):
+        server.call("PrepareUpdate", update="u")
+    monkeypatch.setattr(weights, "_MOST_PREPARING", 0)
+    with pytest.raises(ChangePendingError, match="0 other calls wait for it"):
+        server.call("PrepareUpdate", update="u")
+    may_end.set()
+    monkeypatch.undo()
+    assert server.call("PrepareUpdate", update="u").layers == 2
 
 
 def wrong(kind: str) -> list[pb.WeightPart]:

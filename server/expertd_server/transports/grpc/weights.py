@@ -6,10 +6,11 @@ It changes nothing itself: Updates does, in threads, and no call here keeps the 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from expertd.errors import ChangeRefusedError, MalformedMessageError, NotReadyError
+from expertd.errors import ChangePendingError, ChangeRefusedError, MalformedMessageError, NotReadyError
 from expertd.v1 import weights_service_pb2 as pb
 from expertd.v1 import weights_service_pb2_grpc as stubs
 from expertd_server.service.access import ADMIN
@@ -27,7 +28,9 @@ _T = TypeVar("_T")
 MOST_MESSAGE_BYTES = 64 << 20
 """Of a PutWeightsRequest."""
 _LOOK_S = 0.01
-_MOST_TEXT, _MOST_FOLDER, _LEASE_S, _MOST_LEASE_S = 256, 4096, 60, 3600
+_PREPARE_S, _MOST_PREPARING = 3600, 16
+"""How long PrepareUpdate waits, and for how many callers at once."""
+_MOST_TEXT, _MOST_IDENTITY, _MOST_FOLDER, _LEASE_S, _MOST_LEASE_S = 256, 128, 4096, 60, 3600
 
 
 class WeightsServicer(stubs.WeightsServiceServicer):
@@ -37,6 +40,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     def __init__(self, updates: Updates, fingerprint: str, gate: Gate, ready: Callable[[], bool]) -> None:
         self._updates, self._fingerprint, self._gate, self._ready = updates, fingerprint, gate, ready
         self._trainers = TrainerListener()
+        self._preparing = 0
 
     def close(self) -> None:
         """Trainers' sockets."""
@@ -48,11 +52,13 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         def begin() -> pb.BeginUpdateResponse:
             asked, updates = self._asked(request), self._updates
             if request.dry_run:
-                plan = updates.room()
+                plan, gives_up = updates.room()
                 return pb.BeginUpdateResponse(
-                    base=updates.version.number, memory=None if plan is None else memory_message(plan)
+                    base=updates.version.number,
+                    memory=None if plan is None else memory_message(plan),
+                    gives_up=gives_up,
                 )
-            base = updates.version.number
+            base = updates.version
             job = updates.begin(asked)
             endpoint, token, refusal = self._offer(request)
             return pb.BeginUpdateResponse(
@@ -60,10 +66,13 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                 memory_token=token,
                 memory_refusal=refusal,
                 version=job.version.number,
-                base=base,
+                base=base.number,
                 layers=job.packing.layers,
                 memory=None if job.memory is None else memory_message(job.memory),
                 waiting_limit_bytes=job.waiting_limit_bytes,
+                sampled=[] if job.received is None else updates.sampled(),
+                base_identity=base.identity,
+                gives_up=job.gives_up,
             )
 
         return await self._do(begin, context, "BeginUpdate")
@@ -86,13 +95,34 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     async def PrepareUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.PrepareUpdateRequest, context: Any
     ) -> pb.PrepareUpdateResponse:
-        job = await self._do(lambda: self._updates.seal(_named(request)), context, "PrepareUpdate")
-        while not job.ended.is_set():
-            await asyncio.sleep(_LOOK_S)
+        def seal() -> Job:
+            if len(request.identity) > _MOST_IDENTITY or not request.identity.isprintable():
+                got = f"{len(request.identity)} characters"
+                want = f"at most {_MOST_IDENTITY} without control characters"
+                raise MalformedMessageError.about("PrepareUpdateRequest.identity", got=got, want=want)
+            return self._updates.seal(_named(request), request.identity)
+
+        job = await self._do(seal, context, "PrepareUpdate")
+        crowded = self._preparing >= _MOST_PREPARING
+        self._preparing += 1
+        try:
+            end_s = time.monotonic() + (0.0 if crowded else _PREPARE_S)
+            while not job.ended.is_set() and time.monotonic() < end_s:
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._preparing -= 1
 
         def answer() -> pb.PrepareUpdateResponse:
             if job.error is not None:
                 raise job.error
+            if not job.ended.is_set():
+                why = f"{_MOST_PREPARING} other calls wait for it" if crowded else f"{_PREPARE_S} s are over"
+                raise ChangePendingError.about(
+                    f"update {request.update!r}",
+                    got=f"{len(job.packing.booted)} of {job.packing.layers} layers ready, and {why}",
+                    want="all of them",
+                    remedy="it goes on: ask again",
+                )
             return self._prepared(job)
 
         return await self._do(answer, context, "PrepareUpdate")
