@@ -365,14 +365,14 @@ class Flight:
             again, waits = [], []
             if not self._over and (len(found) > 1 or unsaid):
                 version = self._own_version or self._state.members.agree() or min(found)
+                self._repins += 1
                 again = [sub for sub in done if self._repin(sub, version)]
-                waits = [sub for sub in unsaid if sub.result is not None]
+                waits = [sub for sub in unsaid if sub not in again]
+                if self._repins > _REPINS:  # all of them at once, or one is always behind another
+                    again, waits = [], done
                 for sub in waits:
                     self._drop(sub)
                 self._waiting += len(again) + len(waits)
-                self._repins += 1
-            if self._repins > _REPINS:
-                again, waits = [], [*again, *waits]
         if not again and not waits:
             self.end(None)
         for sub in again:
@@ -415,7 +415,11 @@ class Flight:
             self._wait(sub, error)
 
     def _wait(self, sub: SubRequest, error: ExpertdError | None) -> None:
-        """Nobody can be asked for it now."""
+        """Nobody can be asked for it now.  Who does not hold its version, as was said last, is asked what it holds."""
+        version = sub.part.request.weights_version
+        for member in self._state.members.by_address.values() if version else ():
+            if version not in member.versions:
+                self._state.wake(member)
         policy, now_s = self._state.policy, self._state.clock()
         sub.since_s = sub.since_s or now_s
         end_s = sub.since_s + policy.patience_s if self._deadline is None else self._deadline.end_s

@@ -29,12 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.errors import (
-    BadResponseError,
-    BadShapeError,
-    UnsupportedCombinationError,
-    WeightsVersionNotHeldError,
-)
+from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
@@ -269,7 +264,7 @@ class RemoteExperts(torch.nn.Module):
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
         if answers:
-            self._see({answer.weights_version for answer in answers})
+            answers = self._of_one_version(call, answers)
         if len(answers) == 1 and call.rows is None and answers[0].routes_computed == call.routes:  # as nearly always
             output: Tensor = answers[0].output
             return output if output.dtype == like.dtype and like.dim() == 2 else output.to(like.dtype).view(like.shape)
@@ -291,16 +286,20 @@ class RemoteExperts(torch.nn.Module):
             answer.release()
         return whole.view(like.shape)
 
-    def _see(self, versions: set[int]) -> None:
-        """Of the parts of one call.  Raises WeightsVersionNotHeldError where there are several."""
-        if len(versions) > 1:
-            raise WeightsVersionNotHeldError.about(
-                f"layer {self.layer}: a call of more than {self.max_tokens} tokens, which was cut",
-                got=f"parts by versions {', '.join(map(str, sorted(versions)))} of the weights",
-                want="one version",
-                remedy="the server switched meanwhile: call again, or set weights_version",
-            )
-        (self.weights_version_seen,) = versions
+    def _of_one_version(self, call: _Call, answers: list[ForwardResult]) -> list[ForwardResult]:
+        """Parts of a call that was cut may be of two versions of the weights, where the server has switched between
+        them: those of the older one are asked for once more."""
+        newest = max(answer.weights_version for answer in answers)
+        out = []
+        for request, answer in zip(call.requests, answers, strict=True):
+            if answer.weights_version != newest:
+                answer.release()
+                again = request.pinned(newest)
+                answer = self.forwarder.forward_request(again, timeout_s=self.timeout_s)
+            out.append(answer)
+        if newest != self.weights_version_seen:
+            self.weights_version_seen = newest
+        return out
 
 
 def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:

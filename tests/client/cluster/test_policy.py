@@ -50,7 +50,7 @@ def test_stalled_ones_only_where_there_is_no_other():
 
 
 def member(**fields):
-    return Member("a", None, SimpleNamespace(load=None, submit=lambda *args: 1), None, 0.2, **fields)
+    return Member("a", None, SimpleNamespace(load=None, alive=True, submit=lambda *args: 1), None, 0.2, **fields)
 
 
 def result(token_ns=1000.0, queued=0, kernel_ns=0):

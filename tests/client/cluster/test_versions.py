@@ -379,14 +379,11 @@ def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
         thread = threading.Thread(target=switches)
         thread.start()
         try:
-            end_s = time.monotonic() + 20  # a call that is refused took four seconds: 16 tries, and a pause before each
+            end_s = time.monotonic() + 20
             for _ in range(200):
                 if len(seen) > 1 and time.monotonic() > end_s:
                     break
-                try:
-                    answer = cluster.forward(0, X, IDS, W)
-                except (WeightsVersionNotHeldError, PlacementError):
-                    continue  # they switch faster than a call takes
+                answer = cluster.forward(0, X, IDS, W)  # also where they switch faster than a call takes
                 check(answer, answer.weights_version)
                 seen.add(answer.weights_version)
         finally:

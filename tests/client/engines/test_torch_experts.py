@@ -28,6 +28,7 @@ class Scaling(Forwarder):
 
     def __init__(self, held=range(E)):
         self.held, self.seen, self.log, self.error = torch.tensor(list(held)), [], [], None
+        self.serves = 0  # version of the weights
 
     def forward_request(self, request, *, timeout_s=None):
         self.seen.append((request, timeout_s))
@@ -35,7 +36,8 @@ class Scaling(Forwarder):
             raise self.error
         ids = torch.where(torch.isin(request.topk_ids, self.held), request.topk_ids, -1)
         output = expert_sum(request.hidden_states, ids, request.topk_weights).to(request.hidden_states.dtype)
-        return ForwardResult(output, None, int((ids >= 0).sum()), pb.Timing(), pb.Load(), 0)
+        return ForwardResult(output, None, int((ids >= 0).sum()), pb.Timing(), pb.Load(), 0,
+                             weights_version=request.weights_version or self.serves)  # fmt: skip
 
     def submit_request(self, request, *, timeout_s=None):
         self.log.append("sent")
@@ -101,6 +103,30 @@ def test_a_batch_beyond_the_limit_is_cut_and_all_parts_are_under_way_at_once(far
     torch.testing.assert_close(out.double(), expert_sum(x, ids, weights))
     assert [r.tokens for r, _ in far.seen] == [4, 4, 2]
     assert far.log == ["sent"] * 3 + ["fetched"] * 3
+
+
+def test_a_version_of_the_weights_can_be_asked_for_and_is_told(far):
+    experts, x = RemoteExperts(far, 3, weights_version=7).eval(), batch(5)
+    assert experts.weights_version_seen == 0
+    experts(*x)
+    assert (far.seen[-1][0].weights_version, experts.weights_version_seen) == (7, 7)
+    experts.weights_version, far.serves = 0, 9
+    experts.wait(experts.start(*x))
+    assert (far.seen[-1][0].weights_version, experts.weights_version_seen) == (0, 9)
+
+
+def test_parts_of_two_versions_become_parts_of_one(far):
+    experts, x = RemoteExperts(far, 3, max_tokens=2).eval(), batch(5)
+    send = far.submit_request
+
+    def switches(request, **options):
+        far.serves += 1
+        return send(request, **options)
+
+    far.submit_request = switches
+    torch.testing.assert_close(experts(*x).double(), expert_sum(*x))
+    assert [r.weights_version for r, _ in far.seen] == [0, 0, 0, 3, 3]
+    assert experts.weights_version_seen == 3
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 4096])

@@ -204,14 +204,17 @@ def test_a_failed_update_costs_no_version_to_roll_back_to(serve, folder):
     assert server.answers() == first
 
 
-def test_memory_for_two_versions_alone_is_told_before_the_older_one_goes(serve, folder):
+def test_memory_for_two_versions_alone_is_told_before_the_older_one_goes(serve, folder, tmp_path):
     whole = trained.config(folder, quantize="int4_g128")
     memory = serve(whole).client.describe().memory
     rest = memory.scratch_bytes + memory.context_bytes + max(memory.buffers_bytes, memory.loading_bytes)
     limit = 2 * memory.weights_bytes + rest + memory.weights_bytes // 2
     server = serve(dataclasses.replace(whole, memory_limit=limit))
     assert server.call("BeginUpdate", update="", dry_run=True).gives_up == 0, "there is none before it"
-    server.update(trained.step(2))
+    new = trained.saved(tmp_path / "2", trained.step(2))
+    server.call("BeginUpdate", update="u", checkpoint=str(new))
+    server.call("PrepareUpdate", update="u")
+    server.call("CommitUpdate", update="u")
     planned = server.call("BeginUpdate", update="", dry_run=True)
     assert (planned.gives_up, planned.memory.weights_bytes) == (1, 2 * memory.weights_bytes)
     assert [v.number for v in server.client.describe().versions] == [2, 1], "that was a plan"
@@ -231,13 +234,12 @@ def test_the_layers_before_the_last_version_are_given_back_at_its_commit(serve, 
     assert not any(ref() for ref in older)
 
 
-def test_prepare_ends_while_layers_are_packed_still(serve, folder, monkeypatch):
+def test_prepare_ends_while_layers_are_packed_still(serve, folder, tmp_path, monkeypatch):
     server, may_end = serve(trained.config(folder)), threading.Event()
     made = server.host.residence.make
     monkeypatch.setattr(server.host.residence, "make", lambda *args: may_end.wait(60) and made(*args))
     monkeypatch.setattr(weights, "_PREPARE_S", 0.05)
-    server.call("BeginUpdate", update="u")
-    server.call("PutWeights", update="u", parts=trained.parts(trained.step(2)))
+    server.call("BeginUpdate", update="u", checkpoint=str(trained.saved(tmp_path / "2", trained.step(2))))
     with pytest.raises(ChangePendingError, match=r"got 0 of 2 layers ready, and 0.05 s are over.*ask again"):
         server.call("PrepareUpdate", update="u")
     monkeypatch.setattr(weights, "_MOST_PREPARING", 0)
@@ -394,13 +396,12 @@ def test_a_synthetic_model_takes_no_tensors(serve):
 
 def test_memory_is_given_back(serve, folder):
     """Layers of a version that is neither served nor the one before are gone."""
-    import weakref
-
     server = serve(trained.config(folder, quantize="int4_g128"))
     seen = []
     for n in range(2, 6):
         seen.append([weakref.ref(b.served.experts) for b in server.host.residence.booted.values()])
         server.update(trained.step(n), name=f"u{n}")
+    server.host._updates._released.wait()
     gc.collect()
     assert [all(ref() is not None for ref in refs) for refs in seen] == [False, False, False, True]
     assert not any(ref() is not None for refs in seen[:-1] for ref in refs)
@@ -413,4 +414,5 @@ def test_old_versions_go_without_a_search_for_garbage(serve, folder, monkeypatch
     server = serve(trained.config(folder))
     for number in range(2, 6):
         server.update(trained.step(number), name=f"u{number}")
+        server.host._updates._released.wait()
     assert not searched
