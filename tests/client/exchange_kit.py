@@ -129,7 +129,7 @@ class Waiter:
         return value
 
 
-def exchange(*offers):
+def exchange(*offers, **options):
     """(the exchange, its transport, its alarm)."""
     transport, alarms = Hand(*offers), []
 
@@ -137,4 +137,4 @@ def exchange(*offers):
         alarms.append(HandAlarm(ring))
         return alarms[0]
 
-    return Exchange(transport, make), transport, alarms[0]
+    return Exchange(transport, make, **options), transport, alarms[0]

@@ -228,7 +228,7 @@ def test_other_weights_under_the_same_version_are_refused_where_no_expert_is_sha
         assert ("a: " in why and "which b serve" in why) or ("b: " in why and "which a serve" in why)
         assert "start it with their checkpoint" in why
         servers["b"].identity_of = lambda version: "sampled:1"
-        until(lambda: not any(cluster.servers.values()))
+        until(lambda: len(cluster._members.table(0).replicas) == 2)
         check(cluster.forward(0, X, IDS, W), 1)
 
 

@@ -249,6 +249,23 @@ def test_a_broken_connection_fails_what_was_on_it_and_the_next_request_makes_ano
     assert third.what.routes_computed == 6
 
 
+def test_where_requests_do_not_connect_a_session_does():
+    ex, hand, _ = exchange(reconnects=False)
+    broken = []
+    ex.broke = lambda: broken.append(1)
+    assert not ex.alive
+    with pytest.raises(UnavailableError, match="made again"):
+        ex.submit(request(), None, Waiter())
+    ex.session(Waiter())
+    assert ex.alive
+    ex.submit(request(), None, Waiter())
+    hand.ways[0].breaks(UnavailableError("gone"))
+    assert (ex.alive, broken) == (False, [1])
+    with pytest.raises(UnavailableError, match="made again"):
+        ex.submit(request(), None, Waiter())
+    assert len(hand.ways) == 1
+
+
 def test_closing_ends_everything():
     ex, hand, alarm = exchange()
     waiter = Waiter()
