@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-from alone import DOOR
+from alone import DOOR, Turns
 from waiting import until
 
 TESTS = """
@@ -114,22 +113,29 @@ def test_a_child_of_a_killed_worker_keeps_nobody_out(tmp_path):
             entered(alone)
 
 
-@pytest.mark.slow  # three processes begin
+CONFTEST = """
+from pathlib import Path
+from alone import Turns
+
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Turns(Path(config.option.basetemp).parent))
+"""
+"""What tests/conftest.py does for workers, without its imports of a library for each of three processes."""
+
+
+def test_workers_take_turns(pytestconfig):
+    """So does tests/conftest.py."""
+    ours = [p for p in pytestconfig.pluginmanager.get_plugins() if isinstance(p, Turns)]
+    assert len(ours) == hasattr(pytestconfig, "workerinput")
+
+
 def test_tests_that_are_marked_alone_run_beside_no_other(tmp_path):
-    (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (tmp_path / "conftest.py").write_text(CONFTEST)
     for file in ("test_a.py", "test_b.py"):
         (tmp_path / file).write_text(TESTS)
-    tests = Path(__file__).parent  # what conftest.py imports lies in these folders
-    settings = [
-        "-o",
-        f"pythonpath={tests / 'kit'} {tests / 'kernels'}",
-        "-o",
-        "markers=alone",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        str(tmp_path),
-    ]
+    kit = Path(__file__).parent / "kit"
+    settings = ["-o", f"pythonpath={kit}", "-o", "markers=alone", "-c", "/dev/null", "--rootdir", str(tmp_path)]
     run = [sys.executable, "-m", "pytest", "-q", *settings, "-p", "no:cacheprovider", "-n", "2", "--dist", "load"]
     done = subprocess.run([*run, str(tmp_path)], capture_output=True, text=True, check=False, timeout=300)
     assert " 18 passed" in " " + done.stdout.splitlines()[-1], done.stdout

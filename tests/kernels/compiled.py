@@ -83,7 +83,7 @@ class Case:
         return hashlib.sha256("\n".join([self.own, *self.kernels]).encode()).hexdigest()[:16]
 
     def skip_if_recorded(self) -> None:
-        """A part of what it asks for has another digest than the whole: such a case compiles."""
+        """A part of what it asks for has another digest than the whole: a case compiles until it has asked for all."""
         if self.recorded.get(self.nodeid) == self.digest():
             pytest.skip(SKIPPED)
 

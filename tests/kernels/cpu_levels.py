@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,7 @@ from expertd_kernels.native import library as native
 from expertd_kernels.native.csrc import build
 from expertd_kernels.native.processor import cpu_features
 
-__all__ = ["KNOWN", "RAN", "emulated_library", "how", "on_level", "ran", "summary"]
+__all__ = ["KNOWN", "RAN", "emulated_library", "how", "on_level", "ran", "spread", "summary"]
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 AVX512 = ("avx512_amx", "avx512_bf16", "avx512_bytes", "avx512_bytes_ahead", "avx512_vnni", "avx512")
@@ -88,6 +88,20 @@ def on_level(level: str) -> Iterator[None]:
             lib = _emulated()
             patch.setattr(native, "library", lambda: lib)
         yield
+
+
+def spread(names: Sequence[str]) -> list[tuple[str, str]]:
+    """(level, name), for schemes' names: each on every level that this processor has.  An emulated level, which takes
+    ten times as long, has two of each element, and the next level the next two: so it computes on every element, and
+    each scheme is computed on some of them."""
+    elements: dict[str, list[str]] = {}
+    for name in names:
+        elements.setdefault(name.partition("_")[0], []).append(name)
+    found = []
+    for i, level in enumerate(KNOWN):
+        some = {of[(2 * i + n) % len(of)] for of in elements.values() for n in (0, 1)}
+        found += [(level, name) for name in names if how(level) != "emulated" or name in some]
+    return found
 
 
 def ran(reports: Iterable[Any]) -> dict[str, str]:

@@ -14,9 +14,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
+AT_ONCE = 4
+"""Wheels that are fetched at a time: pip begins with a second of a core, and then waits for the line."""
 LIST = Path(__file__).with_name("vendor.txt")
 PLACE = Path(__file__).resolve().parents[2] / "build/vendor"
 KEPT = re.compile(
@@ -74,17 +77,19 @@ def main() -> int:
 
 def fetch_missing(folders: dict[str, str], place: Path, keep: re.Pattern[str] | None = None) -> int:
     """folders: of wanted().  The exit code: 1 = one could not be fetched."""
-    failed = 0
-    for name, line in folders.items():
-        if (place / name).is_dir():
-            continue
+
+    def attempt(name: str) -> int:
         try:
-            fetch(line, place / name, keep)
+            fetch(folders[name], place / name, keep)
             print(f"fetched {name}", flush=True)
         except (subprocess.CalledProcessError, ValueError) as e:
             print(f"{name}: {e}", file=sys.stderr)
-            failed = 1
-    return failed
+            return 1
+        return 0
+
+    missing = [name for name in folders if not (place / name).is_dir()]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return max(pool.map(attempt, missing), default=0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cpu_kit import MISSING, SCHEMES, inputs_for, layer, run
+from cpu_levels import spread
 
 from expertd_kernels import decide, reference, relative_error
 from expertd_kernels.weights.scheme import ActivationQuant
@@ -34,9 +35,10 @@ def differing(answer, inputs):
 
 IN_F32 = ["int4_g32_zp", "int8_g128", "mxfp4", "e4m3_block128", "bf16"]
 """Each element that f32 computes otherwise."""
+CASES = [(*case, compute) for compute, schemes in (("bf16", SCHEMES), ("f32", IN_F32)) for case in spread(schemes)]
 
 
-@pytest.mark.parametrize(("scheme", "compute"), [*((s, "bf16") for s in SCHEMES), *((s, "f32") for s in IN_F32)])
+@pytest.mark.parametrize(("cpu_level", "scheme", "compute"), CASES, indirect=["cpu_level"])
 def test_a_token_has_the_same_bits_in_any_batch(scheme, compute):
     weights, problem, packed = layer(scheme, **SIZES, compute=compute, invariant=True)
     assert decide(problem).require().name == "cpu"
