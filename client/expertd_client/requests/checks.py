@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from expertd.codec import RequestForm
-from expertd.common.dtypes import DTYPE_BYTES, FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
+from expertd.common.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError
 from expertd.v1 import expert_service_pb2 as pb
@@ -78,10 +77,7 @@ def form_of(dtypes: tuple[int, ...], *tensors: Any) -> RequestForm | None:
 
 @lru_cache(maxsize=1024)
 def _form(dtypes: tuple[int, ...], *shapes: tuple[int, ...]) -> RequestForm:
-    return RequestForm(
-        dtypes[0],
-        *((n, shape, math.prod(shape) * DTYPE_BYTES[n]) for n, shape in zip(dtypes[1:], shapes, strict=True)),
-    )
+    return RequestForm(dtypes[0], *zip(dtypes[1:], shapes, strict=True))
 
 
 def _check_routes(topk_ids: Any, topk_weights: Any, tokens: int) -> tuple[int, int]:

@@ -5,10 +5,11 @@
 
 and the other two directions, and the unary messages alone.  Any gRPC client in any language can be on the other side.
 
-ForwardRequest and ForwardResponse are read by one reader in C++ (csrc/messages.h), which the server's core and the
-client of TCP sessions include, too; everything that is small (timing, load, errors, session, typed values) by the
-generated classes of protobuf, and so is what no serializer writes but protobuf allows.  A fuzz test holds reading to
-them: what they accept is accepted with equal values, what they refuse is refused, always as MalformedMessageError.
+ForwardRequest and ForwardResponse have one reader (csrc/messages.h) and one writer (csrc/write.h) in C++, which the
+server's core and the client of TCP sessions include, too.  The generated classes of protobuf read and write what is
+small (timing, load, errors, session, typed values), and messages that are unusual: what no serializer writes but
+protobuf allows, tensors of one or three extents.  A fuzz test holds both to them.  What they accept is accepted with
+equal values, what they refuse is refused, always as MalformedMessageError, and what is written has their bytes.
 """
 
 from expertd.codec.answers import AnswerReader, RawAnswer, Told

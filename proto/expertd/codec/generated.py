@@ -1,10 +1,11 @@
-"""Views of messages that the generated classes have read: the general way, which copies each tensor."""
+"""Messages of the generated classes as views, and views as messages: the general way, which copies each tensor."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from expertd.codec.values import (
+    Buffer,
     ForwardRequestView,
     ForwardResponseView,
     ScalesView,
@@ -15,7 +16,14 @@ from expertd.codec.values import (
 )
 from expertd.v1 import expert_service_pb2 as pb
 
-__all__ = ["request_view", "response_view", "stream_request_view", "stream_response_view"]
+__all__ = [
+    "request_message",
+    "request_view",
+    "response_message",
+    "response_view",
+    "stream_request_view",
+    "stream_response_view",
+]
 
 _SPELLING = {
     None: Spelling.NONE,
@@ -73,6 +81,58 @@ def stream_response_view(message: pb.StreamForwardResponse) -> StreamResponseVie
     if kind == "forward":
         return response_view(message.forward)
     return None if kind is None else getattr(message, kind)
+
+
+def request_message(view: ForwardRequestView) -> pb.ForwardRequest:
+    """The same request as a message.  Raises ValueError for a number that its field cannot hold, BufferError for a
+    tensor whose memory is not contiguous."""
+    return pb.ForwardRequest(
+        request_id=view.request_id,
+        layer=view.layer,
+        hidden_states=_tensor_message(view.hidden_states),
+        topk_ids=_tensor_message(view.topk_ids),
+        topk_weights=_tensor_message(view.topk_weights),
+        grouped=view.grouped,
+        timeout_us=view.timeout_us,
+        output_dtype=view.output_dtype,  # type: ignore[arg-type]
+        output_form=view.output_form,  # type: ignore[arg-type]
+        traceparent=view.traceparent,
+        router_weight_on_input=view.router_weight_on_input,
+        sent_us=view.sent_us,
+        weights_version=view.weights_version,
+    )
+
+
+def response_message(view: ForwardResponseView) -> pb.ForwardResponse:
+    """The same response as a message.  Raises as above."""
+    return pb.ForwardResponse(
+        request_id=view.request_id,
+        output=_tensor_message(view.output),
+        digest=view.digest,
+        routes_computed=view.routes_computed,
+        timing=view.timing,
+        load=view.load,
+        placement_epoch=view.placement_epoch,
+        weights_version=view.weights_version,
+    )
+
+
+def _tensor_message(view: TensorView | None) -> pb.Tensor | None:
+    if view is None:
+        return None
+    name = next(name for name, spelling in _SPELLING.items() if spelling == view.spelling)
+    data: Any = {} if name is None else {name: _bytes(view.data) if name == "raw" else view.data}
+    scales = None
+    if (s := view.scales) is not None:
+        scales = pb.BlockScales(block=s.block, raw=_bytes(s.raw), floats=s.floats)
+    return pb.Tensor(dtype=view.dtype, shape=view.shape, scales=scales, **data)  # type: ignore[arg-type]
+
+
+def _bytes(data: Buffer) -> bytes:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise BufferError(f"tensor: got strides {view.strides}, want contiguous row-major memory")
+    return view.tobytes()
 
 
 def _tensor(message: Any, name: str) -> TensorView | None:

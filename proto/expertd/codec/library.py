@@ -1,4 +1,4 @@
-"""The C++ readers of messages with tensors (csrc/codec.cpp), through ctypes."""
+"""The C++ readers and writers of messages with tensors (csrc/decode.cpp, csrc/encode.cpp), through ctypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from types import SimpleNamespace
 from expertd.common.bounds import MAX_RANK
 from expertd.cxx import stale
 
-__all__ = ["LIBRARY", "RAW_ANSWER", "HeadRead", "Range", "RequestRead", "ResponseRead", "TensorRead", "library"]
+__all__ = [
+    "LIBRARY",
+    "RAW_ANSWER",
+    "REQUEST_FORM",
+    "HeadRead",
+    "Range",
+    "RequestRead",
+    "ResponseRead",
+    "TensorRead",
+    "library",
+]
 
 LIBRARY = Path(__file__).parent / "csrc" / "libexpertd_codec.so"
 
@@ -76,6 +86,10 @@ RAW_ANSWER = struct.Struct("=12Q")
 """A ForwardResponse with a raw output [rows, columns]: request_id, routes_computed, dtype, rows, columns,
 weights_version; begin and end of the output's bytes, of Timing and of Load."""
 
+REQUEST_FORM = struct.Struct("=2iI" + 3 * "i4I")
+"""What a request's writer is told beside numbers and bytes: output_dtype, output_form, router_weight_on_input; of each
+tensor the dtype, spelling, rows, columns, and columns that share a scale (0: it has no scales)."""
+
 
 @cache
 def library() -> SimpleNamespace | None:
@@ -95,6 +109,8 @@ def library() -> SimpleNamespace | None:
         ("request_id", C.c_uint64, (C.c_char_p, C.c_uint64, C.c_int)),
         ("read_answer", C.c_int, (C.c_char_p, C.c_uint64, C.c_void_p)),
         ("read_response", C.c_int, (C.c_char_p, C.c_uint64, C.c_int, C.c_void_p)),
+        ("write_request", C.py_object, (C.c_char_p, C.py_object)),
+        ("write_response", C.py_object, (C.py_object,)),
     ):
         function = getattr(lib, "expertd_codec_" + name)
         function.restype, function.argtypes = result, arguments

@@ -1,10 +1,12 @@
-// ForwardRequest and ForwardResponse, read: the fields with where their bytes lie, nothing copied.
+// ForwardRequest and ForwardResponse, read: the fields with where their bytes lie, nothing copied.  write.h writes them.
 //
 // What a reader does not take is read by the generated classes of protobuf, whose verdict counts: `good` is false of
 // broken bytes, but also of what is legal and unusual (a tensor given twice, groups, hundreds of fields).
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <string_view>
 
 #include "wire.h"
 
@@ -78,6 +80,65 @@ struct Response {
   void once(Part* part, const Fields& f) {
     if (*part) good = false;
     *part = {f.data, f.bytes};
+  }
+};
+
+// How long a request took, and how busy the server is: what an answer may hold.
+struct Timing {
+  uint64_t decode_ns = 0, queue_ns = 0, copy_in_ns = 0, kernel_ns = 0, copy_out_ns = 0, arrival_ns = 0;
+  uint32_t batch_tokens = 0, batch_requests = 0;
+  std::string_view backend;
+
+  Timing() = default;
+  explicit Timing(Fields f) {
+    while (f.next()) {
+      if (f.number == 1) decode_ns = f.value;
+      if (f.number == 2) queue_ns = f.value;
+      if (f.number == 3) copy_in_ns = f.value;
+      if (f.number == 4) kernel_ns = f.value;
+      if (f.number == 5) copy_out_ns = f.value;
+      if (f.number == 7) batch_tokens = uint32_t(f.value);
+      if (f.number == 8) batch_requests = uint32_t(f.value);
+      if (f.number == 9 && f.kind == 2) backend = f.text();
+      if (f.number == 10) arrival_ns = f.value;
+    }
+  }
+};
+
+struct Load {
+  uint32_t queued_tokens = 0, queued_requests = 0;
+  float token_ns = 0;
+  bool draining = false;
+
+  Load() = default;
+  explicit Load(Fields f) {
+    while (f.next()) {
+      if (f.number == 1) queued_tokens = uint32_t(f.value);
+      if (f.number == 2) queued_requests = uint32_t(f.value);
+      if (f.number == 3 && f.kind == 5) memcpy(&token_ns, &f.value, sizeof token_ns);
+      if (f.number == 4) draining = f.value != 0;
+    }
+  }
+};
+
+// A request that failed.
+struct RequestError {
+  uint64_t id = 0, retry_after_us = 0;
+  uint32_t code = 0;
+  std::string_view reason, text;
+  bool retryable = false, good = true;
+
+  RequestError() = default;
+  explicit RequestError(Fields f) {
+    while (f.next()) {
+      if (f.number == 1 && f.kind == 0) id = f.value;
+      if (f.number == 2 && f.kind == 0) code = uint32_t(f.value);
+      if (f.number == 3 && f.kind == 2) reason = f.text();
+      if (f.number == 4 && f.kind == 2) text = f.text();
+      if (f.number == 5 && f.kind == 0) retryable = f.value != 0;
+      if (f.number == 6 && f.kind == 0) retry_after_us = f.value;
+    }
+    good = f.good;
   }
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 
 namespace expertd::wire {
 
@@ -60,6 +61,7 @@ class Fields {
   }
   bool empty() const { return at_ == end_; }
   Fields inside() const { return Fields(data, bytes); }
+  std::string_view text() const { return {reinterpret_cast<const char*>(data), bytes}; }
 
  private:
   static constexpr uint32_t kMostFields = 64;
@@ -171,12 +173,11 @@ class Writer {
     varint(field << 3 | 5);
     out_->append(reinterpret_cast<const char*>(&v), sizeof v);
   }
-  void text(uint32_t field, const char* v, size_t n) {
-    if (!n) return;
-    open(field, n);
-    out_->append(v, n);
+  void text(uint32_t field, std::string_view v) {
+    if (!v.empty()) message(field, v);
   }
-  void message(uint32_t field, const std::string& m) {
+  // Also where it is empty.
+  void message(uint32_t field, std::string_view m) {
     open(field, m.size());
     out_->append(m);
   }
@@ -224,26 +225,6 @@ inline std::string traceparent_of(const uint8_t* trace) {
     if (i == 15) out += '-';
   }
   return out + "-01";
-}
-
-// What stands in a Tensor before its elements.
-inline std::string tensor_head(uint32_t dtype, uint64_t rows, uint64_t columns, uint64_t bytes) {
-  std::string shape, out;
-  Writer(&shape).varint(rows);
-  Writer(&shape).varint(columns);
-  Writer w(&out);
-  w.number(1, dtype);
-  w.message(2, shape);
-  w.open(3, bytes);
-  return out;
-}
-
-inline std::string scales_field(uint32_t block, uint64_t bytes) {
-  std::string inner, out;
-  Writer(&inner).number(1, block);
-  Writer(&inner).open(2, bytes);
-  Writer(&out).open(7, inner.size() + bytes);
-  return out + inner;
 }
 
 }  // namespace expertd::wire

@@ -255,8 +255,7 @@ struct Client : expertd::shm::Tickets<Client, Request> {
         std::swap(t->memory, body);
         t->output = answer.output.raw;
       } else if (!answer.completion.refused) {
-        constexpr char kText[] = "answer: got an output of another type or shape, want those that were asked for";
-        answer.refuse("BAD_RESPONSE", 12, kText, sizeof kText - 1);
+        answer.refuse("BAD_RESPONSE", "answer: got an output of another type or shape, want those that were asked for");
       }
       expertd::shm::copy_answer(answer.completion, &t->answer);
       done(*t, answer.completion.id);

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <string_view>
 
 #include "layout.h"
 #include "messages.h"
@@ -31,16 +32,16 @@ struct Answer {
     memset(static_cast<void*>(&completion), 0, offsetof(shm::Completion, text));
     completion.set_version(0);
     if (!message.good) return false;
-    return kind == 1 ? forward(inner) : kind == 2 ? error(inner) : true;
+    return kind == 1 ? forward(inner) : kind == 2 ? error(wire::RequestError(inner)) : true;
   }
 
-  void refuse(const char* reason, uint64_t reason_bytes, const char* text, uint64_t text_bytes) {
+  void refuse(std::string_view reason, std::string_view text) {
     shm::Completion& c = completion;
     c.refused = 1;
     memset(c.name, 0, sizeof c.name);
     memset(c.text, 0, sizeof c.text);
-    memcpy(c.name, reason, std::min<uint64_t>(reason_bytes, sizeof c.name - 1));
-    memcpy(c.text, text, std::min<uint64_t>(text_bytes, sizeof c.text - 1));
+    reason.copy(c.name, sizeof c.name - 1);
+    text.copy(c.text, sizeof c.text - 1);
   }
 
  private:
@@ -50,47 +51,35 @@ struct Answer {
     completion.routes_computed = uint32_t(r.routes_computed);
     output = r.output;
     completion.set_version(r.weights_version);
-    timing(r.timing.fields());
-    load(r.load.fields());
+    timing(wire::Timing(r.timing.fields()));
+    load(wire::Load(r.load.fields()));
     return r.good;
   }
 
-  void timing(Fields f) {
+  void timing(const wire::Timing& t) {
     shm::Completion& c = completion;
-    while (f.next()) {
-      const auto n = uint32_t(f.value);
-      if (f.number == 2) c.queue_ns = n;
-      if (f.number == 3) c.collect_ns = n;
-      if (f.number == 4) c.kernel_ns = n;
-      if (f.number == 5) c.deliver_ns = n;
-      if (f.number == 7) c.batch_tokens = n;
-      if (f.number == 8) c.batch_requests = n;
-      if (f.number == 9 && f.kind == 2) memcpy(c.name, f.data, std::min<uint64_t>(f.bytes, sizeof c.name - 1));
-      if (f.number == 10) c.arrival_ns = f.value;
-    }
+    c.queue_ns = uint32_t(t.queue_ns);
+    c.collect_ns = uint32_t(t.copy_in_ns);
+    c.kernel_ns = uint32_t(t.kernel_ns);
+    c.deliver_ns = uint32_t(t.copy_out_ns);
+    c.batch_tokens = t.batch_tokens;
+    c.batch_requests = t.batch_requests;
+    c.arrival_ns = t.arrival_ns;
+    t.backend.copy(c.name, sizeof c.name - 1);
   }
 
-  void load(Fields f) {
-    shm::Completion& c = completion;
-    while (f.next()) {
-      if (f.number == 1) c.queued_tokens = uint32_t(f.value);
-      if (f.number == 2) c.queued_requests = uint32_t(f.value);
-      if (f.number == 3 && f.kind == 5) memcpy(&c.token_ns, &f.value, sizeof c.token_ns);
-    }
+  void load(const wire::Load& l) {
+    completion.queued_tokens = l.queued_tokens;
+    completion.queued_requests = l.queued_requests;
+    completion.token_ns = l.token_ns;
   }
 
   // Without an id nobody knows whose it is: false.
-  bool error(Fields f) {
-    const char *reason = "", *text = "";
-    uint64_t reason_bytes = 0, text_bytes = 0;
-    while (f.next()) {
-      if (f.number == 1 && f.kind == 0) completion.id = f.value;
-      if (f.number == 3 && f.kind == 2) reason = reinterpret_cast<const char*>(f.data), reason_bytes = f.bytes;
-      if (f.number == 4 && f.kind == 2) text = reinterpret_cast<const char*>(f.data), text_bytes = f.bytes;
-      if (f.number == 6 && f.kind == 0) completion.retry_after_us = uint32_t(std::min<uint64_t>(f.value, UINT32_MAX));
-    }
-    refuse(reason, reason_bytes, text, text_bytes);
-    return f.good && completion.id;
+  bool error(const wire::RequestError& e) {
+    completion.id = e.id;
+    completion.retry_after_us = uint32_t(std::min<uint64_t>(e.retry_after_us, UINT32_MAX));
+    refuse(e.reason, e.text);
+    return e.good && e.id;
   }
 };
 

@@ -11,13 +11,9 @@
 #include "layout.h"
 #include "tickets.h"
 #include "wire.h"
+#include "write.h"
 
 namespace expertd::tcp {
-
-using wire::scales_field;
-using wire::tensor_head;
-using wire::traceparent_of;
-using wire::Writer;
 
 // Pieces of memory that are written one after another.
 struct Parts {
@@ -42,65 +38,55 @@ struct Parts {
 };
 
 struct Frame {
-  static constexpr uint32_t kE4m3 = 4, kBlock = 128;
+  static constexpr uint32_t kE4m3 = 4, kBlock = 128, kRaw = 3;
 
-  std::string head, ids, weights, tail, scales;
+  std::string head;
+  wire::RequestText text;
   Parts parts;
 
-  Frame(const shm::Submission& s, const shm::Tensors& t, uint64_t id, uint32_t sequence) {
-    const uint64_t M = s.tokens, k = s.top_k;
+  Frame(const shm::Submission& s, const shm::Tensors& t, uint64_t id, uint32_t sequence) : text(request(s, t, id)) {
     const bool scaled = s.hidden_dtype == kE4m3;
-    if (scaled) scales = scales_field(kBlock, t.scales_bytes);
-    const std::string x = tensor_head(s.hidden_dtype, M, s.hidden_size, t.hidden_bytes);
-    const uint64_t x_bytes = x.size() + t.hidden_bytes + scales.size() + (scaled ? t.scales_bytes : 0);
-    std::string first;
-    Writer w(&first);
-    w.number(1, id);
-    w.number(2, s.layer);
-    w.open(3, x_bytes);
-    first += x;
-    tensor(&ids, 4, s.ids_dtype, M, k, t.ids_bytes);
-    tensor(&weights, 5, s.weights_dtype, M, k, t.weights_bytes);
-    const uint64_t now = shm::now_ns();
-    Writer last(&tail);
-    if (s.deadline_ns) last.number(7, s.deadline_ns > now ? (s.deadline_ns - now) / 1000 + 1 : 1);
-    last.number(8, s.out_dtype);
-    const std::string traceparent = traceparent_of(s.trace);
-    last.text(10, traceparent.data(), traceparent.size());
-    last.number(11, s.flags & shm::kRouterWeightOnInput ? 1 : 0);
-    last.number(13, s.weights_version);
-    const uint64_t inner = first.size() + t.hidden_bytes + scales.size() + (scaled ? t.scales_bytes : 0) + ids.size() +
-                           t.ids_bytes + weights.size() + t.weights_bytes + tail.size();
-    std::string message;
-    Writer(&message).open(1, inner);
-    const Head h{kMagic, uint32_t(message.size() + inner), sequence, uint32_t(message.size() + first.size())};
+    const uint64_t length = text.head.size() + t.hidden_bytes + text.scales.size() + (scaled ? t.scales_bytes : 0) +
+                            text.ids.size() + t.ids_bytes + text.weights.size() + t.weights_bytes + text.tail.size();
+    const Head h{kMagic, uint32_t(length), sequence, uint32_t(text.head.size())};
     head.assign(reinterpret_cast<const char*>(&h), sizeof h);
-    head += message + first;
+    head += text.head;
     parts.add(head.data(), head.size());
     parts.add(t.hidden, t.hidden_bytes);
     if (scaled) {
-      parts.add(scales.data(), scales.size());
+      parts.add(text.scales.data(), text.scales.size());
       parts.add(t.scales, t.scales_bytes);
     }
-    parts.add(ids.data(), ids.size());
+    parts.add(text.ids.data(), text.ids.size());
     parts.add(t.ids, t.ids_bytes);
-    parts.add(weights.data(), weights.size());
+    parts.add(text.weights.data(), text.weights.size());
     parts.add(t.weights, t.weights_bytes);
-    parts.add(tail.data(), tail.size());
+    parts.add(text.tail.data(), text.tail.size());
   }
 
-  static void tensor(std::string* out, uint32_t field, uint32_t dtype, uint64_t rows, uint64_t columns, uint64_t bytes) {
-    const std::string inner = tensor_head(dtype, rows, columns, bytes);
-    Writer(out).open(field, inner.size() + bytes);
-    *out += inner;
+ private:
+  static wire::RequestText request(const shm::Submission& s, const shm::Tensors& t, uint64_t id) {
+    const uint64_t M = s.tokens, k = s.top_k, now = shm::now_ns();
+    const std::string traceparent = wire::traceparent_of(s.trace);
+    wire::RequestOut r;
+    r.id = id;
+    r.layer = s.layer;
+    r.hidden = {true, s.hidden_dtype, kRaw, M, s.hidden_size, t.hidden_bytes, 0, 0};
+    if (s.hidden_dtype == kE4m3) r.hidden.block = kBlock, r.hidden.scales_bytes = t.scales_bytes;
+    r.ids = {true, s.ids_dtype, kRaw, M, k, t.ids_bytes, 0, 0};
+    r.weights = {true, s.weights_dtype, kRaw, M, k, t.weights_bytes, 0, 0};
+    if (s.deadline_ns) r.timeout_us = s.deadline_ns > now ? (s.deadline_ns - now) / 1000 + 1 : 1;
+    r.output_dtype = s.out_dtype;
+    r.traceparent = traceparent;
+    r.weight_on_input = s.flags & shm::kRouterWeightOnInput;
+    r.weights_version = s.weights_version;
+    return wire::RequestText(r, true);
   }
 };
 
 // One that takes a request back.
 inline std::string cancel_frame(uint64_t id, uint32_t sequence) {
-  std::string inner, message;
-  Writer(&inner).number(1, id);
-  Writer(&message).message(2, inner);
+  const std::string message = wire::cancel_message(id);
   const Head h{kMagic, uint32_t(message.size()), sequence, 0};
   return std::string(reinterpret_cast<const char*>(&h), sizeof h) + message;
 }

@@ -7,6 +7,7 @@
 #include "check.h"
 #include "core.h"
 #include "messages.h"
+#include "write.h"
 
 namespace expertd {
 

@@ -22,31 +22,14 @@ struct Draft {
   uint64_t begun_ns, arrival_ns;
 };
 
-// Some bytes in a field that means nothing; two at least.
-std::string padding(uint64_t bytes) {
-  const uint64_t size = bytes - (bytes < 0x82 ? 2 : 3);
-  std::string out;
-  wire::Writer(&out).open(15, size);
-  out.append(size, '\0');
-  return out;
-}
-
 bool ascii(const uint8_t* at, uint64_t n) {
   return std::all_of(at, at + n, [](uint8_t c) { return c < 0x80; });
 }
 
 void write_head(uint8_t* answer, const InlineMessage& m) {
-  const uint64_t bytes = m.output_bytes;
-  const std::string tensor = wire::tensor_head(m.out_dtype, m.tokens, m.hidden_size, bytes);
-  std::string wrapper, id, output;
-  wire::Writer(&id).number(1, m.request_id);
-  wire::Writer(&output).open(2, tensor.size() + bytes);
-  wire::Writer(&wrapper).open(1, m.answer_bytes);  // as long as the size of what is inside is to be, which is a little less
-  uint64_t size = m.answer_bytes - wrapper.size();
-  for (size_t i = 1; i < wrapper.size(); ++i, size >>= 7) wrapper[i] = char(size & 0x7f | (i + 1 < wrapper.size() ? 0x80 : 0));
-  const std::string end = output + tensor, begin = wrapper + id;
-  const std::string head = begin + padding(kHead - begin.size() - end.size()) + end;
-  memcpy(answer, head.data(), kHead);
+  const wire::TensorOut output{true, m.out_dtype, kRaw, m.tokens, m.hidden_size, m.output_bytes, 0, 0};
+  const wire::ResponseText text(m.request_id, output, kTail, true, kHead);
+  memcpy(answer, text.head.data(), kHead);
 }
 
 void write_tail(uint8_t* answer, uint64_t bytes, Outcome o, const Load& load) {
@@ -55,7 +38,7 @@ void write_tail(uint8_t* answer, uint64_t bytes, Outcome o, const Load& load) {
   memcpy(&d, at, sizeof d);
   o.text[kMostName] = 0;
   std::string tail = answer_tail(o, load, d.arrival_ns - d.begun_ns, d.begun_ns);
-  tail += padding(kTail - tail.size());
+  tail += wire::padding(kTail - tail.size());
   memcpy(at, tail.data(), kTail);
 }
 

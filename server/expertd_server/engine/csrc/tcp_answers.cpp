@@ -21,44 +21,42 @@ constexpr size_t kMostParts = 24;  // of one write
 }  // namespace
 
 std::string answer_tail(const Outcome& o, const Load& n, uint64_t decode_ns, uint64_t arrival_ns) {
-  std::string timing, load, out;
-  wire::Writer t(&timing);
-  t.number(1, decode_ns);
-  t.number(2, o.queue_ns);
-  t.number(3, o.collect_ns);
-  t.number(4, o.kernel_ns);
-  t.number(5, o.deliver_ns);
-  t.number(7, o.batch_tokens);
-  t.number(8, o.batch_requests);
-  t.text(9, o.text, strlen(o.text));
-  t.number(10, arrival_ns);
-  wire::Writer l(&load);
-  l.number(1, n.queued_tokens);
-  l.number(2, n.queued_requests);
-  l.real(3, n.token_ns);
-  l.number(4, n.draining);
-  wire::Writer w(&out);
-  w.number(4, o.routes_computed);
-  w.message(5, timing);
-  w.message(6, load);
-  w.number(8, o.weights_version);
-  return out;
+  wire::Timing t;
+  t.decode_ns = decode_ns;
+  t.queue_ns = o.queue_ns;
+  t.copy_in_ns = o.collect_ns;
+  t.kernel_ns = o.kernel_ns;
+  t.copy_out_ns = o.deliver_ns;
+  t.batch_tokens = o.batch_tokens;
+  t.batch_requests = o.batch_requests;
+  t.backend = o.text;
+  t.arrival_ns = arrival_ns;
+  wire::Load l;
+  l.queued_tokens = n.queued_tokens;
+  l.queued_requests = n.queued_requests;
+  l.token_ns = n.token_ns;
+  l.draining = n.draining;
+  const std::string timing = wire::timing_message(t), load = wire::load_message(l);
+  wire::ResponseOut r;
+  r.routes_computed = o.routes_computed;
+  r.weights_version = o.weights_version;
+  r.timing = timing;
+  r.load = load;
+  return wire::response_tail(r);
 }
 
 void TcpConnections::refuse(TcpConnection* p, uint64_t id, uint32_t reason, uint32_t retry_after_us, const std::string& text) {
   answers_.count(reason);
   if (p->gone) return;
-  std::string error;
-  wire::Writer w(&error);
-  const char* name = reason_name(reason);
-  w.number(1, id);
-  w.number(2, bounds_.codes[reason]);
-  w.text(3, name, strlen(name));
-  w.text(4, text.data(), text.size());
-  w.number(5, bounds_.retryable[reason]);
-  w.number(6, retry_after_us);
+  wire::RequestError e;
+  e.id = id;
+  e.code = bounds_.codes[reason];
+  e.reason = reason_name(reason);
+  e.text = text;
+  e.retryable = bounds_.retryable[reason];
+  e.retry_after_us = retry_after_us;
   Message m;
-  wire::Writer(&m.head).message(2, error);
+  m.head = wire::error_message(e);
   send(p, std::move(m));
 }
 
@@ -73,22 +71,22 @@ void TcpConnections::finish(Work* work, const Outcome& o) {
     return free_work(work);
   }
   answers_.count(kComputed);
-  std::string id, output;
+  wire::TensorOut output{true, work->f.out_dtype, kRaw, work->f.tokens, work->hidden_size, work->out_bytes, 0, 0};
+  std::string_view scales;
+  if (work->f.out_dtype == kE4m3) {
+    output.block = uint32_t(e4m3::kBlock);
+    output.scales_bytes = e4m3::scales_bytes(work->f.tokens, work->hidden_size);
+    const uint64_t at = e4m3::scales_at(work->f.tokens, work->hidden_size);
+    scales = {reinterpret_cast<const char*>(work->out.at) + at, output.scales_bytes};
+  }
+  const std::string tail = answer_tail(o, core_.load(), work->decode_ns, work->f.arrival_ns);
+  wire::ResponseText text(work->id, output, tail.size(), true);
   Message m;
   m.work = work;
-  if (work->f.out_dtype == kE4m3) {
-    const uint64_t at = e4m3::scales_at(work->f.tokens, work->hidden_size);
-    const uint64_t bytes = e4m3::scales_bytes(work->f.tokens, work->hidden_size);
-    m.tail = wire::scales_field(uint32_t(e4m3::kBlock), bytes);
-    m.tail.append(reinterpret_cast<const char*>(work->out.at) + at, bytes);
-  }
-  const uint64_t scales = m.tail.size();
-  m.tail += answer_tail(o, core_.load(), work->decode_ns, work->f.arrival_ns);
-  wire::Writer(&id).number(1, work->id);
-  const std::string inner = wire::tensor_head(work->f.out_dtype, work->f.tokens, work->hidden_size, work->out_bytes);
-  wire::Writer(&output).open(2, inner.size() + work->out_bytes + scales);
-  wire::Writer(&m.head).open(1, id.size() + output.size() + inner.size() + work->out_bytes + m.tail.size());
-  m.head += id + output + inner;
+  m.head = std::move(text.head);
+  m.tail = std::move(text.scales);
+  m.tail += scales;
+  m.tail += tail;
   pool_.give(&work->in);
   send(p, std::move(m));
 }

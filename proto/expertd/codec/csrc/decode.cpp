@@ -1,8 +1,9 @@
-// The readers for Python (expertd/codec/library.py): where in a message its fields lie.
+// The readers for Python (expertd/codec/decode.py): where in a message its fields lie.
 #include <algorithm>
 #include <cstdint>
 
 #include "messages.h"
+#include "request_form.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -83,6 +84,7 @@ API void expertd_codec_sizes(uint64_t* out) {
   out[1] = sizeof(ResponseRead);
   out[2] = sizeof(HeadRead);
   out[3] = sizeof(RawAnswer);
+  out[4] = sizeof(RequestForm);
 }
 
 // stream: it is a stream's message.  0: the generated classes are to read it.
