@@ -99,9 +99,9 @@ def test_a_replay_follows_its_inputs_and_says_when_the_server_was_replaced(serve
     tensors, want = batch(7)
     assert right(experts(*tensors), want)
     end = time.monotonic() + 60
-    while client.device_way(0)._session is None:  # the first calls travel over the host
+    while client.device_transport(0)._session is None:  # the first calls travel over the host
         assert right(experts(*tensors), want)
-        assert time.monotonic() < end, client.device_way(0).reason
+        assert time.monotonic() < end, client.device_transport(0).reason
         time.sleep(0.2)
     graph, out = captured(experts, tensors)
     assert right(replayed(graph, out)[0], want)
@@ -131,5 +131,5 @@ def test_a_compiled_model_captures_the_call(client):
         torch.compiler.cudagraph_mark_step_begin()
         assert right(fast(*tensors).clone(), want)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == skips
-    session = client.device_way(0)._session
-    assert session in client.device_way(0)._captured
+    session = client.device_transport(0)._session
+    assert session in client.device_transport(0)._captured

@@ -142,8 +142,8 @@ def main() -> int:
         client = attach(model, server.address).forwarder
         bench.way("remote")
         if args.gpus[0] != "cpu":
-            print(f"               from GPU to GPU: {client.device_way(int(args.gpus[0][-1])).reason or 'yes'}")
-            client.device_way(int(args.gpus[0][-1])).close()
+            print(f"               from GPU to GPU: {client.device_transport(int(args.gpus[0][-1])).reason or 'yes'}")
+            client.device_transport(int(args.gpus[0][-1])).close()
             bench.way("remote, host")
         detach(model)
         where = detect_device(args.gpus[0])

@@ -113,7 +113,7 @@ class Bench:
                         row = {"part": "pairs", "caller": device, "server": gpu, "transport": "?"}
                         x = random_inputs(1, self.hidden, self.experts, self.top_k, seed=0, device=device)
                         modules[self.layers[0]](*x)
-                        way = client.device_way(int(device[-1]))
+                        way = client.device_transport(int(device[-1]))
                         row["transport"] = "cuda_ipc" if not way.reason else client.session().transport
                         self.measure(row, device, ask, tokens)
                     if way.reason:

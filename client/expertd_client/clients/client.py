@@ -185,7 +185,7 @@ class ExpertClient(Forwarder):
 
         return ask_for_session(self._transport, device_index(device), same_gpu=same_gpu, timeout_s=timeout_s)
 
-    def device_way(self, device: int) -> DeviceTransport | None:
+    def device_transport(self, device: int) -> DeviceTransport | None:
         from expertd_client.device.transport import DeviceTransport
 
         with self._ways_lock:
@@ -194,8 +194,8 @@ class ExpertClient(Forwarder):
             return self._device_transports[device]
 
     def close(self) -> None:
-        for way in self._device_transports.values():
-            way.close()
+        for transport in self._device_transports.values():
+            transport.close()
         self._exchange.close()
         self._transport.close()
 

@@ -45,7 +45,7 @@ class Forwarder(Protocol):
         """Fails what is in flight with RequestCancelledError and gives back connections."""
         ...
 
-    def device_way(self, device: int) -> DeviceTransport | None:
+    def device_transport(self, device: int) -> DeviceTransport | None:
         """How tensors on that GPU of this process reach the server without this host; None: it is not known."""
         return None
 

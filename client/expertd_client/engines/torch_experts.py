@@ -136,9 +136,9 @@ class RemoteExperts(torch.nn.Module):
     def check(self, device: int | None = None) -> None:
         """Raises what replays of captured calls met: UnavailableError where their server has ended, or why it refused
         one since the last check.  Synchronize first.  device: index of the callers' GPU; None = the current one."""
-        way = self.forwarder.device_way(torch.cuda.current_device() if device is None else device)
-        if way is not None:
-            way.check()
+        transport = self.forwarder.device_transport(torch.cuda.current_device() if device is None else device)
+        if transport is not None:
+            transport.check()
 
     def extra_repr(self) -> str:
         """What print(module) shows."""
@@ -151,12 +151,14 @@ class RemoteExperts(torch.nn.Module):
         return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
 
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        way = self._way(hidden_states)
-        if way is not None:
-            out = way.forward(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+        transport = self._device_transport(hidden_states)
+        if transport is not None:
+            out = transport.forward(
+                self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
+            )
             if out is not None:
                 return out.to(hidden_states.dtype).view(hidden_states.shape)
-        self._refuse_capture(hidden_states, way)
+        self._refuse_capture(hidden_states, transport)
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
@@ -172,13 +174,15 @@ class RemoteExperts(torch.nn.Module):
 
     def _begin(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         ticket = next(self._tickets)
-        way = self._way(hidden_states)
-        if way is not None:
-            fetch = way.start(self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s)
+        transport = self._device_transport(hidden_states)
+        if transport is not None:
+            fetch = transport.start(
+                self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
+            )
             if fetch is not None:
                 self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
                 return torch.tensor(ticket)
-        self._refuse_capture(hidden_states, way)
+        self._refuse_capture(hidden_states, transport)
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
         self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
@@ -195,9 +199,9 @@ class RemoteExperts(torch.nn.Module):
             return fetch(like)
         return now.module("wait", self.layer, lambda: fetch(like))
 
-    def _way(self, x: Tensor) -> DeviceTransport | None:
+    def _device_transport(self, x: Tensor) -> DeviceTransport | None:
         device = _gpu_of(x)
-        return None if device is None or self.weights_version else self.forwarder.device_way(device)
+        return None if device is None or self.weights_version else self.forwarder.device_transport(device)
 
     def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_shapes(x, topk_ids, topk_weights)
@@ -220,11 +224,11 @@ class RemoteExperts(torch.nn.Module):
             remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
         )
 
-    def _refuse_capture(self, x: Tensor, way: DeviceTransport | None) -> None:
+    def _refuse_capture(self, x: Tensor, transport: DeviceTransport | None) -> None:
         """What goes through this process cannot be in a CUDA graph."""
         if _gpu_of(x) is None or not torch.cuda.is_current_stream_capturing():
             return
-        reason = "no session from GPU to GPU" if way is None or not way.reason else way.reason
+        reason = "no session from GPU to GPU" if transport is None or not transport.reason else transport.reason
         raise UnsupportedCombinationError.about(
             f"layer {self.layer}: a CUDA graph that is captured",
             got=reason,

@@ -200,7 +200,7 @@ class Link:
         """An id that nobody waits for is that of a cancelled or expired request: its answer is not wanted any more."""
         if isinstance(message, RawAnswer | ForwardResponseView):
             if isinstance(message, RawAnswer):
-                self._on_load(message.told.load)
+                self._on_load(message.report.load)
             elif message.load is not None:
                 self._on_load(message.load)
             found = self.pending.pop(message.request_id, None)

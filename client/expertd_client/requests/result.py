@@ -128,7 +128,7 @@ def result_of(answer: ForwardResponseView | RawAnswer, request: Request) -> Forw
             answer.give_back()
         raise
     if isinstance(answer, RawAnswer):
-        x, told = request.hidden_states, answer.told
+        x, report = request.hidden_states, answer.report
         if (
             type(x) is np.ndarray
             and answer.shape == x.shape
@@ -141,8 +141,8 @@ def result_of(answer: ForwardResponseView | RawAnswer, request: Request) -> Forw
                     output,
                     None,
                     answer.routes_computed,
-                    told.timing,
-                    told.load,
+                    report.timing,
+                    report.load,
                     weights_version=answer.weights_version,
                 )
         answer = answer.view()

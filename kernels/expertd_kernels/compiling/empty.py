@@ -30,11 +30,11 @@ _ROWS = 16
 
 def empty_experts(layer: LayerCalls) -> Experts:
     """The layer on its backend, for the GPU that backends.device.compile_for() was told."""
-    row = next(b for b in BACKENDS if b.name == layer.backend)
-    return experts_of(row, grown(_one_packed(row, layer.problem), layer.problem.num_experts), layer.problem)
+    backend = next(b for b in BACKENDS if b.name == layer.backend)
+    return experts_of(backend, grown(_one_packed(backend, layer.problem), layer.problem.num_experts), layer.problem)
 
 
-def _one_packed(row: Backend, p: Problem) -> Packed:
+def _one_packed(backend: Backend, p: Problem) -> Packed:
     """One expert, packed."""
     weights = random_weights(
         p.w13,
@@ -48,7 +48,7 @@ def _one_packed(row: Backend, p: Problem) -> Packed:
     )
     if p.static_scales:
         weights = replace(weights, input_scales=torch.ones(1, 2))
-    packed: Packed = backend_module(row).pack(weights, replace(p, num_experts=1))
+    packed: Packed = backend_module(backend).pack(weights, replace(p, num_experts=1))
     return packed
 
 

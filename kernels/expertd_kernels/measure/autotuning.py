@@ -30,7 +30,7 @@ from expertd_kernels.common.sizes import CAPTURED_TOKENS
 from expertd_kernels.measure.timing import LIMIT_S, captured, time_calls
 from expertd_kernels.oracle.decision import Backend, Decision, Refusal, Verdict
 from expertd_kernels.oracle.probe import device_fault
-from expertd_kernels.packed.builder import build_row
+from expertd_kernels.packed.builder import build_backend
 from expertd_kernels.packed.integrity import IntegrityRecord, boot_reference_experts, prove
 from expertd_kernels.packed.selfcheck import check
 from expertd_kernels.sources.synthetic import random_inputs
@@ -85,10 +85,10 @@ def measure(
     the problem, is refused with the figure or the exception's text; it never stops the others, unless it lost the
     device to this process (DeviceLostError).
 
-    build: how experts are made (default: builder.build_row); tests inject broken ones.  give_up: see GIVE_UP.
+    build: how experts are made (default: builder.build_backend); tests inject broken ones.  give_up: see GIVE_UP.
     """
     p = decision.problem
-    make = build or build_row
+    make = build or build_backend
     rows = {b.name: b for b in backends}
     proof = prove(weights, p, reference_experts=boot_reference_experts(weights), device=weights.device)
     fastest: dict[int, float] = {}
@@ -98,8 +98,8 @@ def measure(
             results.append(Result(v.backend, "; ".join(v.refusals)))
             continue
         try:
-            row = rows[v.backend]
-            results.append(_measure_one(row, make(row, weights, p), proof, p, weights, grid, fastest, give_up))
+            backend = rows[v.backend]
+            results.append(_measure_one(backend, make(backend, weights, p), proof, p, weights, grid, fastest, give_up))
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             if fault := device_fault(weights.device):
@@ -112,7 +112,7 @@ def measure(
 
 
 def _measure_one(
-    row: Backend,
+    backend: Backend,
     experts: Experts,
     proof: IntegrityRecord,
     p: Problem,
@@ -124,7 +124,7 @@ def _measure_one(
     """fastest: least microseconds by token count so far; brought up to date."""
     found = check(experts, proof, p, weights)
     if not found.ok:
-        return Result(row.name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
+        return Result(backend.name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
     dtype, device = proof.x.dtype, proof.x.device
     times: dict[int, float] = {}
     for m in grid:
@@ -145,13 +145,13 @@ def _measure_one(
         def call(i: int, sets: Any = sets, out: Tensor = out) -> Tensor:
             return experts(*sets[i], out=out)
 
-        graphs = row.capturable and m <= CAPTURED_TOKENS and device.type == "cuda" and torch.version.hip is None
+        graphs = backend.capturable and m <= CAPTURED_TOKENS and device.type == "cuda" and torch.version.hip is None
         with torch.inference_mode():
             times[m] = time_calls(captured(call, len(sets), device) if graphs else call, len(sets), device)
         fastest[m] = min(times[m], fastest.get(m, times[m]))
         if times[m] > give_up * fastest[m] or times[m] > LIMIT_S * 1e6:
             break
-    return Result(row.name, relative_error=found.relative_error, microseconds=times)
+    return Result(backend.name, relative_error=found.relative_error, microseconds=times)
 
 
 def _mean(times: Iterable[float]) -> float:

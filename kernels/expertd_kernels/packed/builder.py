@@ -1,11 +1,11 @@
 """From a decision and canonical weights to experts that compute.
 
     experts = build(decision, weights)
-    packed  = pack(row, weights, problem)       one row's layout, to be kept
-    experts = experts_of(row, packed, problem)  ready to compute
+    packed  = pack(backend, weights, problem)       one backend's layout, to be kept
+    experts = experts_of(backend, packed, problem)  ready to compute
 
-The rules that chose a row saw what headers promise.  pack() asks them again about the weights that were read, so a
-packer meets only what its row of the table claims, and asserts the rest.
+The rules that chose a backend saw what headers promise.  pack() asks them again about the weights that were read, so a
+packer meets only what its entry of the table claims, and asserts the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from expertd_kernels.weights.factors import fold
 from expertd_kernels.weights.scheme import ActivationQuant
 
 # Why it is so: decision 67 in DECISIONS.md.
-__all__ = ["build", "build_row", "experts_of", "pack", "problem_of"]
+__all__ = ["build", "build_backend", "experts_of", "pack", "problem_of"]
 
 _FACTORS = "hidden_factors"
 """Name of the packed tensor [H] f32 that hidden states are multiplied by before the experts see them."""
@@ -80,33 +80,33 @@ def _facts(weights: Weights) -> dict[str, Any]:
     }
 
 
-def pack(row: Backend, weights: Weights, problem: Problem) -> Packed:
-    """`weights` in the layout of `row`, on their device.  Raises Refused with the rules' sentences where the weights
-    are not what the row serves, or with the packer's where their values are not; ImportError."""
-    if refusals := judge(row, replace(problem, **_facts(weights))):
+def pack(backend: Backend, weights: Weights, problem: Problem) -> Packed:
+    """`weights` in the layout of `backend`, on their device.  Raises Refused with the rules' sentences where the
+    weights are not what the backend serves, or with the packer's where their values are not; ImportError."""
+    if refusals := judge(backend, replace(problem, **_facts(weights))):
         raise Refused("; ".join(refusals))
     try:
         plain, factors = fold(weights)
     except ValueError as e:
         raise Refused(str(e)) from e
-    packed = _module(row).pack(plain, problem)
+    packed = _module(backend).pack(plain, problem)
     return packed if factors is None else replace(packed, tensors={**packed.tensors, _FACTORS: factors})
 
 
-def experts_of(row: Backend, packed: Packed, problem: Problem) -> Experts:
-    """The experts of what pack() gave, or of a mapped copy of it.  Raises what the row's module raises."""
-    experts, factors = _module(row).experts(packed, problem), packed.tensors.get(_FACTORS)
+def experts_of(backend: Backend, packed: Packed, problem: Problem) -> Experts:
+    """The experts of what pack() gave, or of a mapped copy of it.  Raises what the backend's module raises."""
+    experts, factors = _module(backend).experts(packed, problem), packed.tensors.get(_FACTORS)
     return experts if factors is None else _Multiplied(experts, factors)
 
 
-def build_row(row: Backend, weights: Weights, problem: Problem) -> Experts:
-    """Pack `weights` for `row` and make its experts.  Raises Refused or ImportError."""
-    return experts_of(row, pack(row, weights, problem), problem)
+def build_backend(backend: Backend, weights: Weights, problem: Problem) -> Experts:
+    """Pack `weights` for `backend` and make its experts.  Raises Refused or ImportError."""
+    return experts_of(backend, pack(backend, weights, problem), problem)
 
 
 def build(decision: Decision, weights: Weights) -> Experts:
     """Pack `weights` for the chosen backend and make its experts.  Raises NoBackendError, Refused or ImportError."""
-    return build_row(decision.require(), weights, decision.problem)
+    return build_backend(decision.require(), weights, decision.problem)
 
 
 class _Multiplied:
@@ -136,5 +136,5 @@ class _Multiplied:
         return self._experts(x, topk_ids, topk_weights, router_weight_on_input=router_weight_on_input, out=out)
 
 
-def _module(row: Backend) -> BackendModule:
-    return cast(BackendModule, backend_module(row))
+def _module(backend: Backend) -> BackendModule:
+    return cast(BackendModule, backend_module(backend))

@@ -12,7 +12,7 @@ protobuf allows, tensors of one or three extents.  A fuzz test holds both to the
 equal values, what they refuse is refused, always as MalformedMessageError, and what is written has their bytes.
 """
 
-from expertd.codec.answers import AnswerReader, RawAnswer, Told
+from expertd.codec.answers import AnswerReader, RawAnswer, ServerReport
 from expertd.codec.decode import (
     NO_MESSAGE,
     decode_forward_request,
@@ -53,7 +53,7 @@ __all__ = [
     "StreamRequestView",
     "StreamResponseView",
     "TensorView",
-    "Told",
+    "ServerReport",
     "decode_forward_request",
     "decode_forward_response",
     "decode_stream_request",

@@ -17,7 +17,7 @@ from expertd.common import bounds
 from expertd.errors import BadResponseError, ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 
-__all__ = ["AnswerReader", "RawAnswer", "Told"]
+__all__ = ["AnswerReader", "RawAnswer", "ServerReport"]
 
 _M = TypeVar("_M", pb.Timing, pb.Load)
 
@@ -27,7 +27,7 @@ class RawAnswer:
 
     dtype, shape   of the output; nobody has checked them against its bytes
     message        what it came in; the output stands from `begin` to `end`
-    told           what the server says of its time and its load
+    report         what the server says of its time and its load
     weights_version  that computed it; 0 = not said
     """
 
@@ -36,10 +36,10 @@ class RawAnswer:
         "dtype",
         "end",
         "message",
+        "report",
         "request_id",
         "routes_computed",
         "shape",
-        "told",
         "weights_version",
     )
 
@@ -52,12 +52,12 @@ class RawAnswer:
         begin: int,
         end: int,
         routes_computed: int,
-        told: Told,
+        report: ServerReport,
         weights_version: int = 0,
     ) -> None:
         self.request_id, self.dtype, self.shape = request_id, dtype, shape
         self.message, self.begin, self.end = message, begin, end
-        self.routes_computed, self.told, self.weights_version = routes_computed, told, weights_version
+        self.routes_computed, self.report, self.weights_version = routes_computed, report, weights_version
 
     def view(self) -> ForwardResponseView:
         """The same as decode_stream_response gives it.  Raises BadResponseError."""
@@ -67,13 +67,13 @@ class RawAnswer:
             output,
             None,
             self.routes_computed,
-            self.told.timing(),
-            self.told.load(),
+            self.report.timing(),
+            self.report.load(),
             weights_version=self.weights_version,
         )
 
 
-class Told:
+class ServerReport:
     """Timing and Load of an answer, read when somebody asks.  It does not keep the output."""
 
     __slots__ = ("_load", "_timing")
@@ -112,5 +112,5 @@ class AnswerReader:
         if self._read is None or not self._read(data, len(data), self._address):
             return decode_stream_response(data)
         number, routes, dtype, M, H, version, begin, end, timing, timing_end, load, load_end = self._unpack(self._found)
-        told = Told(data[timing:timing_end], data[load:load_end])
-        return RawAnswer(number, dtype, (M, H), data, begin, end, routes, told, version)
+        report = ServerReport(data[timing:timing_end], data[load:load_end])
+        return RawAnswer(number, dtype, (M, H), data, begin, end, routes, report, version)

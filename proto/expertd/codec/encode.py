@@ -98,9 +98,9 @@ class RequestForm:
             written: bytes = self._write(self._form, (*numbers, hidden, ids, weights, None, None, None))
             return written
         dtype, tensors = self._tensors
-        raw = (TensorView.of_raw(*t, data) for t, data in zip(tensors, (hidden, ids, weights), strict=True))
-        view = ForwardRequestView(request_id, layer, *raw, timeout_us=timeout_us, output_dtype=dtype, sent_us=sent_us)
-        view.output_form, view.weights_version = pb.OUTPUT_FORM_TENSOR, weights_version
+        x, i, w = (TensorView.of_raw(*t, data) for t, data in zip(tensors, (hidden, ids, weights), strict=True))
+        view = ForwardRequestView(request_id, layer, x, i, w, timeout_us=timeout_us, output_dtype=dtype)
+        view.output_form, view.sent_us, view.weights_version = pb.OUTPUT_FORM_TENSOR, sent_us, weights_version
         return encode_stream_request(view)
 
 

@@ -1,6 +1,6 @@
 """One layer on one backend: mapped from the cache, or loaded, packed and written there; checked before it serves.
 
-    prepare(row, assignment, canonical, workshop) -> Prepared, or BackendRejectedError with the reason
+    prepare(backend, assignment, canonical, workshop) -> Prepared, or BackendRejectedError with the reason
 
 A layer that is mapped needs no canonical weights: it is checked with the proof that lies beside it, made of the float32
 reference and of the answer that passed when the entry was written.
@@ -235,7 +235,7 @@ class Prepared:
     measured    (tokens, routes a token, nanoseconds) of batches, from their warm-up
     """
 
-    row: Backend
+    backend: Backend
     experts: Experts
     check: SelfCheck
     digests: tuple[int, ...]
@@ -243,51 +243,53 @@ class Prepared:
     measured: tuple[tuple[int, int, int], ...] = ()
 
 
-def prepare(row: Backend, assignment: Assignment, canonical: LayerWeights, workshop: Workshop) -> Prepared:
-    """The layer on backend `row`.  BackendRejectedError: that does not serve it; BootError: it cannot be read."""
-    facts = _facts(row, assignment, workshop)
+def prepare(backend: Backend, assignment: Assignment, canonical: LayerWeights, workshop: Workshop) -> Prepared:
+    """The layer on `backend`.  BackendRejectedError: that does not serve it; BootError: it cannot be read."""
+    facts = _facts(backend, assignment, workshop)
     if workshop.cache is not None:
         with workshop.stage("map"):
             found = workshop.cache.find(facts, workshop.device)
-        prepared, found = _mapped(row, assignment, workshop, found)
+        prepared, found = _mapped(backend, assignment, workshop, found)
         workshop.lookups[found.outcome] += 1
         if prepared is not None:
             return prepared
         if found.why:
-            log.warning("layer %d on %s: cache: %s; packing it again", assignment.info.layer, row.name, found.why)
-        return _packed(row, assignment, canonical, workshop, facts, damaged=found.outcome == "damaged")
-    return _packed(row, assignment, canonical, workshop, facts)
+            log.warning("layer %d on %s: cache: %s; packing it again", assignment.info.layer, backend.name, found.why)
+        return _packed(backend, assignment, canonical, workshop, facts, damaged=found.outcome == "damaged")
+    return _packed(backend, assignment, canonical, workshop, facts)
 
 
 def will_read(assignment: Assignment, workshop: Workshop) -> bool:
     """Whether the layer's canonical weights will be asked for, as far as a look at the cache tells."""
-    row = assignment.decision.chosen
-    if row is None or workshop.cache is None:
-        return row is not None
-    return not workshop.cache.path(_facts(row, assignment, workshop)).is_file()
+    backend = assignment.decision.chosen
+    if backend is None or workshop.cache is None:
+        return backend is not None
+    return not workshop.cache.path(_facts(backend, assignment, workshop)).is_file()
 
 
-def _facts(row: Backend, assignment: Assignment, workshop: Workshop) -> dict[str, Any]:
+def _facts(backend: Backend, assignment: Assignment, workshop: Workshop) -> dict[str, Any]:
     if workshop.cache is None:
         return {}
     return workshop.cache.facts(
         workshop.source.fingerprint,
         assignment.info.layer,
         assignment.held,
-        row,
+        backend,
         assignment.decision.problem,
         files=workshop.files,
     )
 
 
-def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Found) -> tuple[Prepared | None, Found]:
+def _mapped(
+    backend: Backend, assignment: Assignment, workshop: Workshop, found: Found
+) -> tuple[Prepared | None, Found]:
     """The layer from a cache's entry, if it is there and passes its check; else what is wrong with it."""
     if found.entry is None:
         return None, found
     problem = assignment.decision.problem
     try:
         with workshop.stage("map"):
-            experts = experts_of(row, found.entry.packed, problem)
+            experts = experts_of(backend, found.entry.packed, problem)
             if found.entry.file is not None:
                 experts = WatchedExperts(experts, found.entry.file)
         proof = found.entry.proof
@@ -302,11 +304,11 @@ def _mapped(row: Backend, assignment: Assignment, workshop: Workshop, found: Fou
         return None, Found("damaged", f"its entry does not compute: {_text(e)}")
     if not checked.ok:
         return None, Found("damaged", f"its entry fails the self-check: {checked.fault}")
-    return Prepared(row, experts, checked, digests, from_cache=True), found
+    return Prepared(backend, experts, checked, digests, from_cache=True), found
 
 
 def _packed(
-    row: Backend,
+    backend: Backend,
     assignment: Assignment,
     canonical: LayerWeights,
     workshop: Workshop,
@@ -317,14 +319,14 @@ def _packed(
     must be replaced."""
     problem, weights = assignment.decision.problem, canonical.weights()
     with _rejecting("packing"), workshop.stage("pack"):
-        packed = pack(row, weights, problem)
+        packed = pack(backend, weights, problem)
         if (
             workshop.memory is not None and workshop.device.type != "cpu"
         ):  # nobody else computes: it makes the device wait
             tensors = dict(packed.tensors)
             packed = replace(packed, tensors=tensors)  # which nobody else holds
             settle(tensors, workshop.device)
-        experts = experts_of(row, packed, problem)
+        experts = experts_of(backend, packed, problem)
     proof = canonical.proof()
     with _rejecting("compiled"):
         _compile(experts, assignment, len(proof.x), workshop)
@@ -333,7 +335,7 @@ def _packed(
     if not checked.ok:
         raise BackendRejectedError("checked against the float32 reference", checked.fault, wrong=True)
     assert proof.digests is not None
-    packed_here = Prepared(row, experts, checked, tuple(proof.digests.tolist()), from_cache=False)
+    packed_here = Prepared(backend, experts, checked, tuple(proof.digests.tolist()), from_cache=False)
     if workshop.cache is None:
         return packed_here
     accepted = workshop.call(lambda: accept(experts, proof, problem))
@@ -345,10 +347,10 @@ def _packed(
     # those of the one that was quickest.
     with workshop.stage("map"):
         found = workshop.cache.find(facts)
-    mapped, found = _mapped(row, assignment, workshop, found)
+    mapped, found = _mapped(backend, assignment, workshop, found)
     if mapped is None:
         log.warning(
-            "layer %d on %s: cache: the new entry cannot be used: %s", assignment.info.layer, row.name, found.why
+            "layer %d on %s: cache: the new entry cannot be used: %s", assignment.info.layer, backend.name, found.why
         )
         return packed_here
     return replace(mapped, check=checked, from_cache=False)

@@ -26,7 +26,7 @@ class Far(Forwarder):
     def __init__(self, way):
         self.way, self.requests = way, 0
 
-    def device_way(self, device):
+    def device_transport(self, device):
         return self.way
 
     def forward_request(self, request, *, timeout_s=None):

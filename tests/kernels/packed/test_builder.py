@@ -13,7 +13,7 @@ from expertd_kernels.oracle.probe import assumed_packages, detect_device
 from expertd_kernels.oracle.rules import judge
 from expertd_kernels.oracle.survey import SCHEMES
 from expertd_kernels.oracle.table import BACKENDS
-from expertd_kernels.packed.builder import build, build_row, pack
+from expertd_kernels.packed.builder import build, build_backend, pack
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import Element, ScaleType, Scheme
 
@@ -100,7 +100,7 @@ def test_build_and_tournament_ask_at_the_same_gate():
     with pytest.raises(Refused, match="does not permute columns"):
         build(decision, order)
     with pytest.raises(Refused, match="does not permute columns"):
-        build_row(rows[0], order, decision.problem)
+        build_backend(rows[0], order, decision.problem)
     (found,) = measure(order, decision, rows, grid=(1,))
     assert found.refusal == "failed when measured: does not permute columns (activation order)"
 

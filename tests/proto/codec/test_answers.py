@@ -173,6 +173,6 @@ def test_a_broken_timing_is_found_when_somebody_asks():
     answers.read(encode_stream_response(answer()))
     found = answers.read(bytes(data))
     assert isinstance(found, RawAnswer)
-    assert found.told.load() == pb.Load(queued_tokens=9)
+    assert found.report.load() == pb.Load(queued_tokens=9)
     with pytest.raises(BadResponseError, match="answer: got bytes that are no Timing"):
-        found.told.timing()
+        found.report.timing()

@@ -33,7 +33,7 @@ extern "C" int test_table(BatchSlotMemory* memory, const Config* config, uint32_
   for (uint32_t i = 0; i < count; ++i) {
     items[i].f = f[i];
     if (f[i].on_device && bad) {  // of a session: it is only asked whether there is one
-      items[i].port = reinterpret_cast<Port*>(8);
+      items[i].connection = reinterpret_cast<ShmConnection*>(8);
       items[i].f.on_device = 0;
     }
     batch_slot.items.push_back(&items[i]);

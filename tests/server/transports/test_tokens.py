@@ -9,49 +9,49 @@ from expertd_server.transports.tokens import Tokens, has_share
 
 
 def test_a_token_is_taken_once_and_whole():
-    tickets: Tokens[str] = Tokens()
-    token = bytes.fromhex(tickets.issue("one"))
+    tokens: Tokens[str] = Tokens()
+    token = bytes.fromhex(tokens.issue("one"))
     for wrong in (b"", token[:1], token[:-1], token + b"\0", bytes(32), token[::-1], b" " * 64):
-        assert tickets.take(wrong) is None
-    assert tickets.take(token) == "one"
-    assert tickets.take(token) is None
+        assert tokens.take(wrong) is None
+    assert tokens.take(token) == "one"
+    assert tokens.take(token) is None
 
 
 def test_each_token_is_for_whom_it_was_issued():
-    tickets: Tokens[str] = Tokens()
-    issued = {name: bytes.fromhex(tickets.issue(name)) for name in ("one", "two", "three")}
-    assert sorted(tickets.waiting()) == sorted(issued)
-    assert [tickets.take(issued[name]) for name in ("two", "one", "three")] == ["two", "one", "three"]
-    assert tickets.waiting() == []
+    tokens: Tokens[str] = Tokens()
+    issued = {name: bytes.fromhex(tokens.issue(name)) for name in ("one", "two", "three")}
+    assert sorted(tokens.waiting()) == sorted(issued)
+    assert [tokens.take(issued[name]) for name in ("two", "one", "three")] == ["two", "one", "three"]
+    assert tokens.waiting() == []
 
 
 def test_there_are_so_many_tokens_at_most(monkeypatch):
     monkeypatch.setattr(module, "_MOST", 3)
-    tickets: Tokens[int] = Tokens()
-    issued = [tickets.issue(n) for n in range(4)]
+    tokens: Tokens[int] = Tokens()
+    issued = [tokens.issue(n) for n in range(4)]
     assert [bool(token) for token in issued] == [True, True, True, False]
-    assert tickets.take(bytes.fromhex(issued[1])) == 1
-    assert tickets.issue(5)
+    assert tokens.take(bytes.fromhex(issued[1])) == 1
+    assert tokens.issue(5)
 
 
 def test_a_token_is_forgotten_after_its_time(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
-    tickets: Tokens[str] = Tokens()
-    old = bytes.fromhex(tickets.issue("old"))
+    tokens: Tokens[str] = Tokens()
+    old = bytes.fromhex(tokens.issue("old"))
     now_s[0] += 0.9 * module._VALID_S
-    new = bytes.fromhex(tickets.issue("new"))
+    new = bytes.fromhex(tokens.issue("new"))
     now_s[0] += 0.2 * module._VALID_S
-    assert tickets.waiting() == ["new"]
-    assert tickets.take(old) is None
-    assert tickets.take(new) == "new"
+    assert tokens.waiting() == ["new"]
+    assert tokens.take(old) is None
+    assert tokens.take(new) == "new"
 
 
 def test_tokens_of_those_who_may_not_come_any_more_are_dropped():
-    tickets: Tokens[str] = Tokens()
-    issued = [bytes.fromhex(tickets.issue(name)) for name in ("good", "bad", "bad")]
-    tickets.drop(lambda name: name == "bad")
-    assert [tickets.take(token) for token in issued] == ["good", None, None]
+    tokens: Tokens[str] = Tokens()
+    issued = [bytes.fromhex(tokens.issue(name)) for name in ("good", "bad", "bad")]
+    tokens.drop(lambda name: name == "bad")
+    assert [tokens.take(token) for token in issued] == ["good", None, None]
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 255])

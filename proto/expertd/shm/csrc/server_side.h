@@ -20,10 +20,10 @@ struct Session {
   int bell;  // a socket, whose other end is the client's
 };
 
-class Port {
+class ShmConnection {
  public:
   // Lays out `bytes` of zeroed memory.
-  explicit Port(const Session& s)
+  explicit ShmConnection(const Session& s)
       : handle(s.handle), caller(s.caller), bell(s.bell), base_(static_cast<uint8_t*>(s.base)), pool_(s.pool),
         pool_bytes_(s.pool_bytes), entries_(s.entries) {
     auto* c = control();

@@ -39,10 +39,10 @@ void add(BatchRecord* to, const BatchRecord& r) {
 
 void publish(const Item* item, shm::Completion& c, bool refused) {
   if (item->called)
-    item->port->publish_call(refused);
+    item->connection->publish_call(refused);
   else
-    item->port->publish(c);
-  --item->port->in_flight;
+    item->connection->publish(c);
+  --item->connection->in_flight;
 }
 
 }  // namespace
@@ -94,8 +94,8 @@ void Answers::answer(Item* item, const BatchSlot* batch_slot, uint32_t routes, u
   const auto collect_ns = uint32_t(batch_slot ? batch_slot->launch_ns - batch_slot->cut_ns : 0), kernel_ns = uint32_t(batch_slot ? batch_slot->kernel_ns : 0);
   if (item->f.traced()) trace(item, batch_slot, kComputed, waited_ns);
   const uint32_t tokens = batch_slot ? batch_slot->tokens : 0, requests = batch_slot ? uint32_t(batch_slot->items.size()) : 0;
-  if (item->port) {
-    auto& c = item->called ? item->port->open_call(false) : item->port->open(item->id);
+  if (item->connection) {
+    auto& c = item->called ? item->connection->open_call(false) : item->connection->open(item->id);
     c.refused = 0;
     c.routes_computed = routes;
     c.arrival_ns = item->f.arrival_ns;
@@ -133,8 +133,8 @@ void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const
   if (item->f.traced()) trace(item, nullptr, reason, 0);
   va_list arguments;
   va_start(arguments, format);
-  if (item->port) {
-    auto& c = item->called ? item->port->open_call(true) : item->port->open(item->id);
+  if (item->connection) {
+    auto& c = item->called ? item->connection->open_call(true) : item->connection->open(item->id);
     c.refused = 1;
     c.retry_after_us = retry_after_us;
     snprintf(c.name, sizeof c.name, "%s", kReasonNames[reason]);
@@ -173,7 +173,7 @@ void Answers::refused_outside(const Forward& f, uint32_t reason) {
 }
 
 void Answers::trace(const Item* item, const BatchSlot* batch_slot, uint32_t reason, uint64_t waited_ns) {
-  TraceRecord t = trace_of(item->f, reason, item->port ? 1 : 2);
+  TraceRecord t = trace_of(item->f, reason, item->connection ? 1 : 2);
   if (batch_slot) {
     t.computed_ns = batch_slot->computed_ns;
     t.backend = batch_slot->layer->backend_at(batch_slot->rows);

@@ -125,7 +125,7 @@ API void expertd_core_add_session(Core* c, uint64_t handle, void* base, uint64_t
                                   uint32_t caller, uint64_t pool, uint64_t pool_bytes) {
   Command x{};
   x.kind = Command::kAddPort;
-  x.port = std::make_unique<Port>(Session{handle, base, bytes, pool, pool_bytes, entries, caller, bell});
+  x.connection = std::make_unique<ShmConnection>(Session{handle, base, bytes, pool, pool_bytes, entries, caller, bell});
   c->command(std::move(x));
 }
 

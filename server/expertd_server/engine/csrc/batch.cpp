@@ -64,7 +64,7 @@ void write_table(BatchSlot& batch_slot, const Config& config) {
   for (size_t i = 0; i < batch_slot.items.size(); ++i) {
     const Item* item = batch_slot.items[i];
     Forward f = item->f;
-    if (!item->port || looked_at) {
+    if (!item->connection || looked_at) {
       char* x = row_of(m.hidden, staged, H, config);
       if (travels_as_e4m3(f, H) && !looked_at) {
         char* scales = x + f.tokens * H;
@@ -126,7 +126,7 @@ bool movable(const BatchSlot& batch_slot, const Config& config) {
   const bool takes_e4m3 = batch_slot.layer->facts.takes_e4m3 && config.nonfinite == kPass;  // else what is staged is wide
   return std::all_of(batch_slot.items.begin(), batch_slot.items.end(), [&](const Item* i) {
     if (i->f.hidden_dtype == kE4m3 && !takes_e4m3) return false;
-    if (!i->port) return true;
+    if (!i->connection) return true;
     const bool as_it_is = i->f.hidden_dtype == config.compute_dtype || i->f.hidden_dtype == kE4m3;
     return as_it_is && i->f.out_dtype == config.compute_dtype;
   });

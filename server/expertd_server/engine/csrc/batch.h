@@ -30,7 +30,7 @@ int copy_out(const BatchSlot& batch_slot, const Config& config, Cuda& cuda);
 
 // Whether the device delivers a request's rows into the batch slot's own memory, in the compute dtype: no device of ours writes
 // into that of a transport in this process, or e4m3.
-inline bool is_output_staged(const Item& i) { return !i.port || i.f.out_dtype == kE4m3; }
+inline bool is_output_staged(const Item& i) { return !i.connection || i.f.out_dtype == kE4m3; }
 
 // After the experts: item `i`, whose first row is `row` (`staged` of them before it in the batch slot's own memory), gets its
 // rows, unless it is bad.  Returns its routes.

@@ -305,7 +305,7 @@ uint64_t Core::delayed_until(uint64_t now) const {
 // A CPU's cores are for its kernels and for the threads that bring requests: it spins only while a caller in shared
 // memory may be answered sooner than a thread wakes up, and while their requests come that soon.
 bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
-  const bool soon = !ports_.empty() && usual_rest_ns_ <= kRestsWorth * config_.spin_ns;
+  const bool soon = !shm_connections_.empty() && usual_rest_ns_ <= kRestsWorth * config_.spin_ns;
   const uint64_t spin_ns = config_.device || soon ? config_.spin_ns : 0;
   if (delay_end_ns_ && delay_end_ns_ - std::min(now, delay_end_ns_) < kShortDelayNs) return false;
   return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
@@ -319,10 +319,10 @@ void Core::rested(uint64_t ns) {
 bool Core::sleep(int most_ms) {
   bool woken = true;
   asleep_.store(true, std::memory_order_seq_cst);
-  for (auto& p : ports_) p->sleeps(true);
+  for (auto& p : shm_connections_) p->sleeps(true);
   if (!incoming_.load(std::memory_order_seq_cst) && !poll_ports() && !stopping_.load() && !interrupted_.load()) {
     epoll_event events[16];
-    const bool devices = std::any_of(ports_.begin(), ports_.end(), [](const auto& p) { return p->has_pool(); });
+    const bool devices = std::any_of(shm_connections_.begin(), shm_connections_.end(), [](const auto& p) { return p->has_pool(); });
     driver_.store(kAsleep);
     const int n = epoll_wait(epoll_, events, 16, devices ? kCalledSleepMs : std::min(most_ms, kSleepMs));
     woken = n > 0;
@@ -331,19 +331,19 @@ bool Core::sleep(int most_ms) {
     take_bells(events, n);
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
-  for (auto& p : ports_) p->sleeps(false);
+  for (auto& p : shm_connections_) p->sleeps(false);
   asleep_.store(false, std::memory_order_relaxed);
   return woken;
 }
 
-// The bells that rang, of what is still here: the descriptor of a port that was removed meanwhile may be another's already.
+// The bells that rang, of what is still here: the descriptor of a connection that was removed meanwhile may be another's already.
 // A client that closed its end would ring for ever: who opened its session removes it.
 void Core::take_bells(const epoll_event* events, int n) {
   for (int i = 0; i < n; ++i) {
     const int fd = events[i].data.fd;
     if (fd == wake_) {
       shm::hear(fd);
-    } else if (std::any_of(ports_.begin(), ports_.end(), [&](const auto& p) { return p->bell == fd; })) {
+    } else if (std::any_of(shm_connections_.begin(), shm_connections_.end(), [&](const auto& p) { return p->bell == fd; })) {
       if (!shm::hear_peer(fd)) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
     }
   }

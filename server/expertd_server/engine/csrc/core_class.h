@@ -2,7 +2,7 @@
 // out.  No Python between a request and its answer, except where a batch has no graph: then `run` returns to its caller.
 //
 //   inline requests (submit, cancel: any thread) \                                   / outcomes (any thread, eventfd)
-//   sessions in shared memory (Port)              > queues -> cut -> batch slot -> finish <
+//   sessions in shared memory (ShmConnection)     > queues -> cut -> batch slot -> finish <
 //   layers, sessions that come and go (any thread)/                                  \ completions in the region
 //
 // core.cpp has the loop, batch_slots.cpp the batches, intake.cpp what comes in, polling.cpp who looks at that while a CPU computes,
@@ -47,7 +47,7 @@ struct Command {
   Work* work = nullptr;
   std::unique_ptr<Layer> made;
   std::vector<Measured> measured;
-  std::unique_ptr<Port> port;
+  std::unique_ptr<ShmConnection> connection;
   Graphs::Key key{};
   uint32_t rows = 0;
   void* exec = nullptr;
@@ -120,7 +120,7 @@ class Core {
   Layer* held(uint32_t number, uint64_t version) const;
   Refusal missing(uint32_t number, uint64_t version);
   void remove_port(uint64_t handle);
-  void drop_waiting(const Port* p);
+  void drop_waiting(const ShmConnection* p);
   void forget_closed();
   void retire(std::unique_ptr<Layer> layer);
   void forget_retired();
@@ -130,10 +130,10 @@ class Core {
   bool sweep();
   Verdict announce(const Forward& f, uint64_t* handle, Work* work);
   bool poll_ports();
-  void accept(Port* p, const shm::Submission& s, bool called);
+  void accept(ShmConnection* p, const shm::Submission& s, bool called);
   void turn_away(Item* item, const Verdict& v);
-  void prepare(Port* p, const shm::Submission& s, Item* item);
-  bool place(const Port* p, const shm::Submission& s, Item* item, uint32_t hidden_size);
+  void prepare(ShmConnection* p, const shm::Submission& s, Item* item);
+  bool place(const ShmConnection* p, const shm::Submission& s, Item* item, uint32_t hidden_size);
   void echo(Item* item, const LayerFacts& layer);
 
   uint32_t advice_us(const Verdict& v) const;
@@ -169,7 +169,7 @@ class Core {
   std::unordered_map<uint32_t, std::unique_ptr<Layer>> kept_;    // of the version before, for those who ask for it
   std::vector<std::unique_ptr<Layer>> retired_;  // held no more, but requests wait for them or are computed
   std::vector<Layer*> serving_;  // of layers_, kept_ and retired_
-  std::vector<std::unique_ptr<Port>> ports_;
+  std::vector<std::unique_ptr<ShmConnection>> shm_connections_;
   Graphs shared_;  // those of any layer
   Accounts accounts_;
   Cut cut_;

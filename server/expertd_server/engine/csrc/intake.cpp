@@ -97,13 +97,13 @@ void Core::obey(Command& c) {
       return;
     }
     case Command::kAddPort:
-      watch(c.port->bell);
-      ports_.push_back(std::move(c.port));
+      watch(c.connection->bell);
+      shm_connections_.push_back(std::move(c.connection));
       return;
     case Command::kRemovePort:
       return remove_port(c.handle);
     case Command::kCancel:
-      return take_back([&](const Item* i) { return !i->port && i->handle == c.handle; });
+      return take_back([&](const Item* i) { return !i->connection && i->handle == c.handle; });
   }
 }
 
@@ -203,7 +203,7 @@ void Core::take_back(const Which& which) {
 // ---- sessions in shared memory -----------------------------------------------------------------------------------------
 
 void Core::remove_port(uint64_t handle) {
-  for (auto& p : ports_) {
+  for (auto& p : shm_connections_) {
     if (p->handle != handle || p->closing) continue;
     p->closing = true;
     p->end();
@@ -213,14 +213,14 @@ void Core::remove_port(uint64_t handle) {
   forget_closed();
 }
 
-void Core::drop_waiting(const Port* p) {
+void Core::drop_waiting(const ShmConnection* p) {
   for (Layer* layer : serving_)
     for (auto& queue : layer->queues) {
-      const auto gone = std::stable_partition(queue.begin(), queue.end(), [&](const Item* i) { return i->port != p; });
+      const auto gone = std::stable_partition(queue.begin(), queue.end(), [&](const Item* i) { return i->connection != p; });
       for (auto it = gone; it != queue.end(); ++it) {
         unqueue(*it);
         busy_.leave((*it)->f.tokens);
-        --(*it)->port->in_flight;
+        --(*it)->connection->in_flight;
         answers_.give_back(*it);
       }
       queue.erase(gone, queue.end());
@@ -228,12 +228,12 @@ void Core::drop_waiting(const Port* p) {
 }
 
 void Core::forget_closed() {
-  const auto over = [&](const std::unique_ptr<Port>& p) {
+  const auto over = [&](const std::unique_ptr<ShmConnection>& p) {
     if (!p->closing || p->in_flight) return false;
     answers_.session_gone(p->handle);
     return true;
   };
-  ports_.erase(std::remove_if(ports_.begin(), ports_.end(), over), ports_.end());
+  shm_connections_.erase(std::remove_if(shm_connections_.begin(), shm_connections_.end(), over), shm_connections_.end());
 }
 
 // A session's turn ends after kTurn submissions: one that writes on and on, what is refused or cancelled at once, does not
@@ -242,7 +242,7 @@ bool Core::poll_ports() {
   constexpr int kTurn = 64;
   bool any = false;
   shm::Submission s;
-  for (auto& p : ports_) {
+  for (auto& p : shm_connections_) {
     for (int i = 0; i < kTurn && !p->closing && p->take(&s); ++i) {
       accept(p.get(), s, false);
       any = true;
@@ -256,10 +256,10 @@ bool Core::poll_ports() {
   return any;
 }
 
-void Core::accept(Port* p, const shm::Submission& s, bool called) {
-  if (s.kind == shm::kCancel) return take_back([&](const Item* i) { return i->port == p && !i->called && i->id == s.id; });
+void Core::accept(ShmConnection* p, const shm::Submission& s, bool called) {
+  if (s.kind == shm::kCancel) return take_back([&](const Item* i) { return i->connection == p && !i->called && i->id == s.id; });
   Item* item = answers_.new_item();
-  item->port = p;
+  item->connection = p;
   item->id = s.id;
   item->called = called;
   ++p->in_flight;
@@ -342,7 +342,7 @@ Refusal Core::not_held(uint32_t layer) {
 }
 
 // Fills the addresses.  False: it is refused.
-bool Core::place(const Port* p, const shm::Submission& s, Item* item, uint32_t hidden_size) {
+bool Core::place(const ShmConnection* p, const shm::Submission& s, Item* item, uint32_t hidden_size) {
   Forward& f = item->f;
   const uint64_t M = f.tokens, H = hidden_size, k = f.top_k;
   const bool scaled = f.hidden_dtype == kE4m3;
@@ -358,7 +358,7 @@ bool Core::place(const Port* p, const shm::Submission& s, Item* item, uint32_t h
   return answers_.refuse(item, refusal<Text::offsets>()), false;
 }
 
-void Core::prepare(Port* p, const shm::Submission& s, Item* item) {
+void Core::prepare(ShmConnection* p, const shm::Submission& s, Item* item) {
   if (p->prepare(s)) return answers_.answer(item, nullptr, 0, 0);
   answers_.refuse(item, kMalformed, 0, "number of a prepared request: got %u, want 1 to %u", s.number, shm::kMostPrepared);
 }

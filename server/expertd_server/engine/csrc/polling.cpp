@@ -18,9 +18,9 @@ void Core::lend_to_poller(const LayerWork& work, uint32_t rows, uint32_t top_k) 
   const double expected = work.times.expect(rows, top_k);
   if (config_.device || (expected > 0 && expected < kLongNs) || driver_.load() != kOwn) return;
   lent_ = true;
-  if (ports_.empty()) return driver_.store(kComputing);  // for sweep() alone
+  if (shm_connections_.empty()) return driver_.store(kComputing);  // for sweep() alone
   if (!poller_.joinable()) poller_ = std::thread(&Core::run_poller, this);
-  for (auto& p : ports_) p->sleeps(true);
+  for (auto& p : shm_connections_) p->sleeps(true);
   {
     const std::lock_guard<std::mutex> lock(poller_mutex_);
     driver_.store(kComputing);
@@ -34,7 +34,7 @@ void Core::take_from_poller() {
   if (!lent_) return;
   lent_ = false;
   for (int computing = kComputing; !driver_.compare_exchange_weak(computing, kOwn); computing = kComputing) sched_yield();
-  for (auto& p : ports_) p->sleeps(false);
+  for (auto& p : shm_connections_) p->sleeps(false);
 }
 
 void Core::run_poller() {
@@ -46,13 +46,13 @@ void Core::run_poller() {
     bool moved = false;
     for (int n = 0;; n = epoll_wait(epoll_, events, 16, moved ? 0 : kLookMs)) {
       int computing = kComputing;
-      if (closing_.load()) break;  // nobody takes the ports back: the batch does not end, or nobody said that it has
+      if (closing_.load()) break;  // nobody takes the connections back: the batch does not end, or nobody said that it has
       if (!driver_.compare_exchange_strong(computing, kBorrowed)) {
         if (computing == kBorrowed) continue;  // by a submitter, for a moment: look again
         break;  // the bells that rang are left to the core
       }
       take_bells(events, n);
-      for (auto& p : ports_) p->sleeps(true);  // each is rung for once, so again, and then the look
+      for (auto& p : shm_connections_) p->sleeps(true);  // each is rung for once, so again, and then the look
       moved = take_inbox();
       moved |= poll_ports();
       if (moved) answers_.flush();

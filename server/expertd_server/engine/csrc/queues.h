@@ -11,7 +11,7 @@
 
 namespace expertd {
 
-class Port;
+class ShmConnection;
 struct Work;
 
 struct Item {
@@ -20,7 +20,7 @@ struct Item {
   uint64_t handle = 0;   // of an inline request
   uint64_t foreseen_ns = 0;  // when it was expected to be computed, when it came; 0 = not known
   uint64_t weights_version = 0;  // of the layer that it waits for
-  Port* port = nullptr;  // of one that came through a session in shared memory, with its own id there
+  ShmConnection* connection = nullptr;  // of one that came through a session in shared memory, with its own id there
   uint64_t id = 0;
   Work* work = nullptr;  // of one that came over TCP: its outcome goes there
   bool cancelled = false, taken = false;

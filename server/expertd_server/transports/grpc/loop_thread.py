@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 # Why it is so: decision 86 in DECISIONS.md.
-__all__ = ["LoopCaller", "LoopThread"]
+__all__ = ["LoopThread", "OnLoop"]
 
 _T = TypeVar("_T")
 
 
-class LoopCaller:
+class OnLoop:
     """Has the running event loop call functions, from any thread.  Made on the loop's thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from expertd_server.service.access import CALL, DESCRIBE
 from expertd_server.service.refusals import REQUEST_ID, request_id_of, traceparent_of
 from expertd_server.service.response import error_of, response_view
 from expertd_server.transports.grpc.disconnects import has_left
-from expertd_server.transports.grpc.loop_thread import LoopCaller
+from expertd_server.transports.grpc.loop_thread import OnLoop
 from expertd_server.transports.grpc.stream import Stream
 from expertd_server.transports.security import Gate
 from expertd_server.views.call_metrics import SERVICE, Rpc
@@ -45,7 +45,7 @@ class Servicer:
 
     def __init__(self, service: Service, gate: Gate | None = None) -> None:
         self._service, self._gate = service, gate or Gate(None)
-        self._on_loop = LoopCaller()
+        self._on_loop = OnLoop()
         self.open_calls = 0
         self.calls_begun = 0
         self._streams: set[Stream] = set()

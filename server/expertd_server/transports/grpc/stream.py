@@ -25,7 +25,7 @@ from expertd_server.service.response import response_view
 
 if TYPE_CHECKING:
     from expertd_server.service.service import Service
-    from expertd_server.transports.grpc.loop_thread import LoopCaller
+    from expertd_server.transports.grpc.loop_thread import OnLoop
     from expertd_server.views.call_metrics import Rpc
 
 __all__ = ["Stream"]
@@ -37,7 +37,7 @@ _MOST_UNREAD = 256
 class Stream:
     """`run()` is the call's life.  context: grpc.aio's, with read() and write() of bytes.  An Outlet."""
 
-    def __init__(self, service: Service, on_loop: LoopCaller, rpc: Rpc, context: Any, caller: str) -> None:
+    def __init__(self, service: Service, on_loop: OnLoop, rpc: Rpc, context: Any, caller: str) -> None:
         self._service, self._on_loop, self._rpc, self._context = service, on_loop, rpc, context
         self.caller = caller
         self.bytes_in = self.bytes_out = 0

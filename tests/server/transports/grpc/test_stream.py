@@ -17,7 +17,7 @@ from expertd_server.engine.admission import Limits
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.service.service import Service
-from expertd_server.transports.grpc.loop_thread import LoopCaller
+from expertd_server.transports.grpc.loop_thread import OnLoop
 from expertd_server.transports.grpc.service import Servicer
 from expertd_server.transports.grpc.stream import _MOST_UNREAD as MOST_UNREAD
 from expertd_server.transports.grpc.stream import Stream
@@ -60,7 +60,7 @@ def new_service(metrics: Metrics) -> Service:
 async def stream(caller: Caller) -> Stream:
     metrics = Metrics()
     service = new_service(metrics)
-    return Stream(service, LoopCaller(), Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
+    return Stream(service, OnLoop(), Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
 
 
 async def begun(caller: Caller) -> tuple[Stream, asyncio.Task]:
