@@ -11,9 +11,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from expertd_client.engines.layer import RankExperts
-from expertd_client.engines.served import Found
-from expertd_client.engines.settings import connection_to, settings_of
+from expertd_client import RankExperts
 from expertd_kernels import reference
 from expertd_kernels.checkpoint import open_checkpoint
 
@@ -36,11 +34,10 @@ class ServedExperts(nn.Module):
 
     def __init__(self, name: str, own: MyExperts, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
-        settings = settings_of(None, os.environ)  # EXPERTD_ADDRESS, EXPERTD_CLIENT
-        if settings is None:
-            raise SystemExit("EXPERTD_ADDRESS names no server")
-        found = Found(name, own.layer_index, own.num_experts, own.hidden_size, own.intermediate_size)
-        self.ask = RankExperts(connection_to(settings), found, rank, ranks)  # compares sizes with the server's
+        self.ask = RankExperts.from_environment(  # EXPERTD_ADDRESS, EXPERTD_CLIENT; compares sizes with the server's
+            name, own.layer_index, experts=own.num_experts,
+            hidden_size=own.hidden_size, intermediate_size=own.intermediate_size, rank=rank, ranks=ranks,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, padding: Tensor | None = None) -> Tensor:
         return self.ask(x, topk_ids, topk_weights, padding=padding)

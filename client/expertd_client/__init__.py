@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from expertd_client.cluster.ray import RayServers
     from expertd_client.cluster.result import Answered, ClusterResult
     from expertd_client.cluster.sources import Dns, Fixed, PlacementFile, Source
+    from expertd_client.engines.layer import RankExperts
     from expertd_client.engines.torch_experts import RemoteExperts
     from expertd_client.exchange.session import Session
     from expertd_client.requests.e4m3 import E4m3
@@ -57,6 +58,7 @@ __all__ = [
     "OnMissing",
     "PlacementFile",
     "Policy",
+    "RankExperts",
     "RayServers",
     "RemoteExperts",
     "Request",
@@ -95,6 +97,7 @@ _MODULES = {
     "OnMissing": "cluster.policy",
     "PlacementFile": "cluster.sources",
     "Policy": "cluster.policy",
+    "RankExperts": "engines.layer",
     "RayServers": "cluster.ray",
     "RemoteExperts": "engines.torch_experts",
     "Request": "requests.request",

@@ -65,7 +65,7 @@ def test_helm_finds_nothing_to_say():
 
 
 def expertd_of(stateful_set, rendered, pod, tmp_path, monkeypatch):
-    """The configuration that a pod's server has: its command, read by the parser with the pod's file and environment."""
+    """The configuration that a pod's server has: its command, read by the parser with its file and environment."""
     c = container(stateful_set)
     env = {e["name"]: e.get("value", pod) for e in c["env"]}
     (volume,) = (v for v in stateful_set["spec"]["template"]["spec"]["volumes"] if v["name"] == "config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 import tiny_server
 from hosts import hosts
+
+import expertd_client
+from expertd.errors import PlacementError, UnsupportedCombinationError
 
 ROOT = Path(__file__).parents[2]
 PAPER = (ROOT / "docs/engines.md").read_text()
@@ -65,6 +69,32 @@ def test_the_adapter_has_sixty_lines_at_most():
     text = (ROOT / "client/examples/own_adapter.py").read_text()
     adapter = re.search(r"# ---- the adapter.*?\n(.*?)# ---- end of the adapter", text, re.DOTALL)[1]
     assert 10 < len([line for line in adapter.splitlines() if line.strip()]) <= 60
+
+
+@pytest.mark.parametrize("example", ["own_adapter.py", "own_engine.py"])
+def test_an_engine_of_your_own_imports_public_names_only(example):
+    tree = ast.parse((ROOT / "client/examples" / example).read_text())
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        (node.module, alias.name) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert not [name for name in modules if name.startswith("expertd")]
+    ours = {(module, name) for module, name in names if module.startswith("expertd_client")}
+    assert ours, "the example calls a server by the library"
+    assert ours <= {("expertd_client", name) for name in expertd_client.__all__}
+
+
+def test_the_adapter_without_servers_says_what_it_wants(monkeypatch):
+    monkeypatch.delenv("EXPERTD_ADDRESS", raising=False)
+    sizes = {"experts": 8, "hidden_size": 256, "intermediate_size": 128}
+    with pytest.raises(UnsupportedCombinationError, match="servers: got none in EXPERTD_ADDRESS, want"):
+        expertd_client.RankExperts.from_environment("layer0.experts", 0, **sizes)
+
+
+def test_the_adapter_compares_sizes_with_the_servers(served):
+    sizes = {"experts": 9, "hidden_size": 256, "intermediate_size": 128}
+    with pytest.raises(PlacementError, match="9 experts, all held"):
+        expertd_client.RankExperts.from_environment("layer0.experts", 0, given=served[1], **sizes)
 
 
 def test_a_wrong_answer_is_an_error(served, monkeypatch, capsys):

@@ -11,9 +11,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from unittest import mock
 
+import grpc
 import ml_dtypes
 import numpy as np
 import pytest
@@ -248,6 +252,29 @@ SAYS = "got Connection refused, want an expertd server that listens there"
 def test_nobody_there(words):
     text = expertctl(words[0], "127.0.0.1:1", *words[1:], code=1)
     assert text == f"expertctl: UNAVAILABLE: 127.0.0.1:1: {SAYS}\n"
+
+
+@pytest.mark.parametrize("words", [["describe"], ["health"], ["load"], ["versions"]], ids=" ".join)
+def test_another_service_at_that_address_is_told_apart(words):
+    """The admin address is gRPC without ExpertService; the metrics address is HTTP."""
+    service = "grpc.health.v1.Health" if words == ["health"] else "expertd.v1.ExpertService"
+    listen = "want an expertd server: its gRPC address (--listen of expertd serve, by default port 50051)"
+    admin = grpc.server(ThreadPoolExecutor(1))
+    port = admin.add_insecure_port("127.0.0.1:0")
+    admin.start()
+    try:
+        said = expertctl(*words, f"127.0.0.1:{port}", code=1)
+    finally:
+        admin.stop(0)
+    assert f" 127.0.0.1:{port}: got a gRPC server without {service}, {listen}\n" in said
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as metrics:
+        Thread(target=metrics.serve_forever, daemon=True).start()
+        said = expertctl(*words, f"127.0.0.1:{metrics.server_port}", code=1)
+        metrics.shutdown()
+    assert (
+        f"127.0.0.1:{metrics.server_port}: got a server that speaks HTTP/1, as expertd's metrics address does" in said
+    )
+    assert listen in said
 
 
 def test_somebody_who_never_answers():

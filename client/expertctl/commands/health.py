@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least_0, duration_s
 from expertd_client.transports.address import reach
-from expertd_client.transports.grpc.common import call_failed, channel_options
+from expertd_client.transports.grpc.common import HEALTH, call_failed, channel_options
 
 __all__ = ["add_parser", "run", "wait_for"]
 
@@ -71,6 +71,6 @@ def _status(check: Callable[..., Any], target: str, timeout_s: float) -> str:
     try:
         answer = check(health_pb2.HealthCheckRequest(), timeout=timeout_s, wait_for_ready=False)
     except grpc.RpcError as error:
-        row = call_failed(error, target)
+        row = call_failed(error, target, HEALTH)
         return f"{row.reason}: {row.message}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))

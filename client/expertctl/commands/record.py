@@ -31,9 +31,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         " the layers, tokens, routes and times of the requests are written to FILE at the end (Ctrl-C, --seconds or"
         " --requests).",
         epilog="Privacy: neither hidden states nor weights are written, but routes and times reveal something about"
-        " the text: treat FILE like the text itself.  Recorded clients use gRPC, not shared memory or TCP.  Exit code 0:"
-        " FILE has requests, however recording ended (a second Ctrl-C and SIGTERM, too); 1: it has none, or the server"
-        " could not be reached at the start; 2: wrong arguments.",
+        " the text: treat FILE like the text itself.  Recorded clients use gRPC, not shared memory or TCP.  Exit code"
+        " 0: FILE has requests, however recording ended (a second Ctrl-C and SIGTERM, too); 1: it has none, or the"
+        " server could not be reached at the start; 2: wrong arguments.",
     )
     add_common(parser)
     parser.add_argument(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least, at_least_0, duration_s, positive, share
+from expertctl.common.progress import Progress
 from expertctl.simulation.outcome import Outcome
 from expertctl.simulation.real import run_real
 from expertctl.simulation.service import H200_INT4, Service, measured
@@ -111,8 +112,10 @@ def run(args: argparse.Namespace) -> int:
     rows: dict[str, Outcome] = {}
     policy = Policy()
     if args.check:
-        rows["real"], why, service = run_real(placement, service, trace, args.timeout, policy)
-    rows["simulated"], why = simulate(placement, service, trace, args.timeout, policy, args.seed)
+        with Progress("with real servers", args.calls) as progress:
+            rows["real"], why, service = run_real(placement, service, trace, args.timeout, policy, progress)
+    with Progress("simulated", args.calls) as progress:
+        rows["simulated"], why = simulate(placement, service, trace, args.timeout, policy, args.seed, progress)
     busy = busiest_s(placement, args.tokens, shape, args.zipf, service) * args.rate
     apart = _apart(rows) if args.check else 0.0
     if args.json:

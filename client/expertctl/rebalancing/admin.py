@@ -15,7 +15,7 @@ from expertd.v1 import admin_service_pb2_grpc as stubs
 from expertd.v1 import expert_service_pb2
 from expertd_client.transports.admin import admin_channel
 from expertd_client.transports.credentials import Credentials
-from expertd_client.transports.grpc.common import call_failed
+from expertd_client.transports.grpc.common import ADMIN, call_failed
 
 __all__ = ["Admin", "name_of"]
 
@@ -82,4 +82,4 @@ class Admin:
             raise self._failed(error) from error
 
     def _failed(self, error: grpc.RpcError) -> ExpertdError:
-        return call_failed(error, self._server)
+        return call_failed(error, self._server, ADMIN)

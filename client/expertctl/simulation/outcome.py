@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,22 +28,28 @@ class Outcome:
 
 @dataclass(slots=True)
 class SimulationTally:
-    """begun_s, ended_s: [calls]; NaN until it ended; failed calls end, too."""
+    """begun_s, ended_s: [calls]; NaN until it ended; failed calls end, too.  progress: called with how many have ended,
+    each time; None = nobody wants to know."""
 
     begun_s: NDArray[np.float64]
     ended_s: NDArray[np.float64]
     failed: NDArray[np.bool_]
     why: Counter[str] = field(default_factory=Counter)
+    progress: Callable[[int], object] | None = None
+    _answered: int = 0
 
     @classmethod
-    def of(cls, calls: int) -> SimulationTally:
-        return cls(np.full(calls, np.nan), np.full(calls, np.nan), np.zeros(calls, bool))
+    def of(cls, calls: int, progress: Callable[[int], object] | None = None) -> SimulationTally:
+        return cls(np.full(calls, np.nan), np.full(calls, np.nan), np.zeros(calls, bool), progress=progress)
 
     def ended(self, number: int, now_s: float, error: BaseException | None) -> None:
         self.ended_s[number] = now_s
         if error is not None:
             self.failed[number] = True
             self.why[type(error).__name__] += 1
+        self._answered += 1
+        if self.progress is not None:
+            self.progress(self._answered)
 
     def outcome(self, parts: int, computed: int, seconds: float) -> Outcome:
         """parts: that counted; computed: all of them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -228,13 +228,19 @@ class _Pending:
 
 
 def run_real(
-    placement: Placement, service: Service, trace: Trace, timeout_s: float, policy: Policy
+    placement: Placement,
+    service: Service,
+    trace: Trace,
+    timeout_s: float,
+    policy: Policy,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[Outcome, SimulationTally, Service]:
-    """What becomes of the calls of a trace, now; and the service as threads gave it here, busy as the machine was."""
+    """What becomes of the calls of a trace, now; and the service as threads gave it here, busy as the machine was.
+    progress: called with how many have ended."""
     calls = len(trace.at_s)
     servers = {s.address: SleepingServer(s.address, service, placement) for s in placement.servers}
     sent_s: list[float] = []
-    tally, parts, left = SimulationTally.of(calls), [0] * calls, threading.Semaphore(0)
+    tally, parts, left = SimulationTally.of(calls, progress), [0] * calls, threading.Semaphore(0)
     with ExpertCluster(list(servers), transport=servers.__getitem__, policy=policy, max_in_flight=1 << 16) as cluster:
         cluster.forward_request(trace.pool[0])
         for server in servers.values():

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from expertctl.simulation.outcome import Outcome, SimulationTally
@@ -43,11 +43,18 @@ def describes(placement: Placement, address: str, max_tokens: int) -> pb.Describ
 
 
 def simulate(
-    placement: Placement, service: Service, trace: Trace, timeout_s: float, policy: Policy, seed: int = 0
+    placement: Placement,
+    service: Service,
+    trace: Trace,
+    timeout_s: float,
+    policy: Policy,
+    seed: int = 0,
+    progress: Callable[[int], object] | None = None,
 ) -> tuple[Outcome, SimulationTally]:
-    """What becomes of the calls of a trace; timeout_s: of each."""
+    """What becomes of the calls of a trace; timeout_s: of each.  progress: called with how many have ended."""
     begin_s = time.perf_counter()
     cluster = _Cluster(placement, service, trace, timeout_s, policy, seed)
+    cluster.tally.progress = progress
     with _without_collector():
         parts = cluster.run()
     computed = sum(server.computed for server in cluster.servers.values())

@@ -6,13 +6,15 @@ the tokens, every token is sent by one rank alone, and the rows of the others ar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.served import Found
-from expertd_client.engines.settings import Connection
+from expertd_client.engines.settings import Connection, connection_to, settings_of
 from expertd_client.engines.torch_experts import RemoteExperts
 
 __all__ = ["RankExperts", "share"]
@@ -34,12 +36,46 @@ def share(topk_ids: Tensor, padding: Tensor | None = None, rank: int = 0, ranks:
 class RankExperts:
     """The routed experts of one layer, of one rank.  No module: it has no parameters, and nothing shall move it.
 
-    rank, ranks   of those that hold the same tokens and whose outputs are added up afterwards
+    Adapters of engines make it by from_environment().
     """
 
     def __init__(self, connection: Connection, found: Found, rank: int = 0, ranks: int = 1) -> None:
         self.remote = RemoteExperts(connection.forwarder, found.layer, max_tokens=connection.max_tokens(found)).eval()
         self.rank, self.ranks = rank, ranks
+
+    @classmethod
+    def from_environment(
+        cls,
+        name: str,
+        layer: int,
+        *,
+        experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        given: object = None,
+    ) -> RankExperts:
+        """The experts of a model's layer at the servers that the user names.  All layers of a process share one
+        connection.  Waits until the server is up, for start_timeout_s.
+
+        name         of the module in the model, for errors
+        layer        its index; experts: how many it has in all; sizes: of each
+        rank, ranks  of those that hold the same tokens and whose outputs are added up afterwards
+        given        what the engine's configuration says: an address, a list of them, a mapping with "address" and
+                     options; None = EXPERTD_ADDRESS and EXPERTD_CLIENT say it
+
+        Raises UnsupportedCombinationError where nothing names a server or an option is wrong, PlacementError where the
+        server's layer is not this one."""
+        settings = settings_of(given, os.environ)
+        if settings is None:
+            raise UnsupportedCombinationError.about(
+                f"{name}: servers",
+                got="none in EXPERTD_ADDRESS",
+                want="HOST:PORT, several of them, or a placement.json",
+            )
+        found = Found(name, layer, experts, hidden_size, intermediate_size)
+        return cls(connection_to(settings), found, rank, ranks)
 
     def __call__(
         self,

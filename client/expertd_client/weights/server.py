@@ -17,7 +17,7 @@ from expertd.v1 import weights_service_pb2_grpc as stubs
 from expertd_client.clients.client import ExpertClient
 from expertd_client.transports.admin import admin_address, admin_channel
 from expertd_client.transports.credentials import Credentials
-from expertd_client.transports.grpc.common import call_failed
+from expertd_client.transports.grpc.common import ADMIN, call_failed
 
 __all__ = ["WeightsServer"]
 
@@ -121,7 +121,7 @@ class WeightsServer:
         try:
             return getattr(stub, method)(request, timeout=timeout_s or self._timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            failed = call_failed(error, self.address)
+            failed = call_failed(error, self.address, ADMIN)
             if isinstance(failed, UnavailableError):  # one that was started again may listen elsewhere
                 self.close()
             raise failed from error

@@ -19,7 +19,7 @@ from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
 from expertd.shm.library import LibraryMissingError
 from expertd.shm.library import library as client_library
-from expertd.shm.region import Region, host_id, supported
+from expertd.shm.region import Region, RegionError, host_id, supported
 from expertd_server.engine.core import CoreMissingError, library
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
@@ -236,6 +236,23 @@ def test_clients_killed_at_any_moment_leave_nothing_and_hurt_nobody(listener, en
     gone(listener, engine)
     good.end()
     good.close()
+
+
+def test_too_many_connections_are_refused_for_that_reason(engine, caplog):
+    """One user's connections, of which the listener holds two: the third is closed, and the log says why."""
+    listener = ShmListener(engine, arena_bytes=1 << 18, most_guests=2)
+    listener.start()
+    socks = [enter(listener) for _ in range(2)]
+    with caplog.at_level("WARNING"):
+        with pytest.raises((OSError, RegionError)):
+            enter(listener)
+        until(lambda: caplog.messages)
+    refused = "shared memory: refused a connection: 2 are open, with and without a session, want fewer"
+    assert caplog.messages == [refused]
+    for sock, region in socks:
+        leave(sock)
+        region.close()
+    listener.close()
 
 
 def test_a_closing_door_ends_sessions_and_clients_see_it(engine):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -16,14 +16,18 @@ from expertd.errors import (
     InvalidRequestError,
     RequestCancelledError,
     UnavailableError,
+    UnimplementedError,
     from_rpc_error,
 )
 from expertd.v1 import expert_service_pb2 as pb
 
 __all__ = [
+    "ADMIN",
     "FORWARD",
+    "HEALTH",
     "STREAM_FORWARD",
     "UNARY",
+    "Wanted",
     "ChannelOptions",
     "bad_answer",
     "call_failed",
@@ -50,6 +54,21 @@ UNARY = "unary calls have no session"
 
 ChannelOptions = Sequence[tuple[str, Any]]
 
+
+class Wanted(NamedTuple):
+    """service: that a call is for.  address: of `expertd serve`, where that answers, for people."""
+
+    service: str
+    address: str
+
+
+_GRPC = Wanted(_SERVICE, "its gRPC address (--listen of expertd serve, by default port 50051)")
+HEALTH = Wanted("grpc.health.v1.Health", _GRPC.address)
+ADMIN = Wanted(
+    "the services that change experts and weights",
+    "its admin address (--admin-listen of expertd serve; expertctl finds it by the gRPC address)",
+)
+
 _OPTIONS: dict[str, Any] = {
     # The server's limit holds (Describe tells it); gRPC's own 4 MiB is less than 512 tokens of a usual model.
     "grpc.max_send_message_length": -1,
@@ -72,15 +91,22 @@ def now_us() -> int:
     return time.monotonic_ns() // 1000
 
 
-def call_failed(error: grpc.RpcError, target: str) -> ExpertdError:
+def call_failed(error: grpc.RpcError, target: str, wanted: Wanted = _GRPC) -> ExpertdError:
     """The row of the error table behind a failed call that this client did not cancel; its text begins with the
-    server's address."""
+    server's address.  wanted: what was called there."""
     row = from_rpc_error(error)
     if isinstance(row, RequestCancelledError) and not _has_reason(error):  # a server or proxy that was going away
         row = UnavailableError("the other side cancelled the call; send again, or to another replica")
     said = row.message
     if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
         said = f"got {m[1] or m[2]}, want an expertd server that listens there"
+    if isinstance(row, UnimplementedError) and said == "Method not found!":
+        said = f"got a gRPC server without {wanted.service}, want an expertd server: {wanted.address}"
+    if isinstance(row, UnavailableError) and _HTTP.search(said):
+        said = (
+            f"got a server that speaks HTTP/1, as expertd's metrics address does (--metrics-listen, by default port"
+            f" 9464), want an expertd server: {wanted.address}"
+        )
     if said == "Deadline Exceeded":  # gRPC's own words: no server said them
         said = "got no answer in time, want one; look whether it serves there, or give it more time"
     row.args = (f"{target}: {said}",)
@@ -93,6 +119,10 @@ _UNREACHABLE = re.compile(
     r"|errors resolving .*: ([^:\]]+)\]*$"
 )
 """What grpcio (1.85) says where nobody listens, with the cause as its group; other texts stay as they are."""
+
+
+_HTTP = re.compile("Failed parsing HTTP/2")
+"""What grpcio (1.85) says of an answer in HTTP/1."""
 
 
 def _has_reason(error: grpc.RpcError) -> bool:

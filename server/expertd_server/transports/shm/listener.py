@@ -41,8 +41,8 @@ _POLL_S = 0.002
 _BACKLOG = 64
 _WORDS_BYTES = PAGE
 """Of the arena of a session from a GPU: its tensors lie in the pool."""
-_MOST_PENDING = 256
-"""Connections that have not sent their token."""
+_MOST_GUESTS = 512
+"""Connections, those that have not sent their token and those that have a session."""
 
 
 class ServedConnections(Protocol):
@@ -120,7 +120,8 @@ class GpuListener:
 
 class ShmListener:
     """A Listener.  arena_bytes: of each connection's region; most_bytes: of all together.  pool_bytes: of each
-    connection from a GPU, on the server's; most_pools: connections from GPUs."""
+    connection from a GPU, on the server's; most_pools: connections from GPUs; most_guests: connections, with a session
+    or not yet."""
 
     notice = ""
 
@@ -132,8 +133,9 @@ class ShmListener:
         most_bytes: int = 4 << 30,
         pool_bytes: int = POOL_BYTES,
         most_pools: int = MOST_POOLS,
+        most_guests: int = _MOST_GUESTS,
     ) -> None:
-        self._engine = engine
+        self._engine, self._most_guests = engine, most_guests
         self._arena_bytes, self._most = arena_bytes, most_bytes
         self._pool_bytes, self._most_pools = pool_bytes, most_pools
         self._each = region_bytes(ENTRIES, arena_bytes)
@@ -244,8 +246,11 @@ class ShmListener:
     def _welcome(self) -> None:
         with contextlib.suppress(OSError):
             sock, _ = self._listener.accept()
-            if peer_uid(sock) not in (os.getuid(), 0) or len(self._guests) >= 2 * _MOST_PENDING:
-                log.warning("shared memory: refused a process of another user")
+            why = "a process of another user" if peer_uid(sock) not in (os.getuid(), 0) else ""
+            if not why and len(self._guests) >= self._most_guests:
+                why = f"a connection: {len(self._guests)} are open, with and without a session, want fewer"
+            if why:
+                log.warning("shared memory: refused %s", why)
                 sock.close()
                 return
             sock.setblocking(False)
