@@ -22,9 +22,8 @@ def _file(name: str) -> Path:
 
 
 def _functions(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)} | {
-        node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.AsyncFunctionDef)
-    }
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def named(text: str) -> list[tuple[str, str]]:
@@ -56,14 +55,9 @@ def test_every_test_that_is_named_exists():
             assert (ROOT / file).is_file(), file
 
 
-@pytest.mark.parametrize("section", ["What ends when a caller is removed", "How long a peer can make us wait"])
-def test_every_line_of_a_promise_names_its_test(section):
-    for cells in rows(section):
+@pytest.mark.parametrize("section", ["How long a peer can make us wait", "Guarantees and their tests"])
+def test_every_promise_names_its_test(section):
+    found = rows(section)
+    assert len(found) >= 10
+    for cells in found:
         assert named(cells[-1]), f"{section}: {cells[0]}: names no test"
-
-
-def test_every_guarantee_names_its_test():
-    found = rows("Guarantees and their tests")
-    assert len(found) > 20
-    for guarantee, tests in found:
-        assert named(tests), f"{guarantee}: names no test"

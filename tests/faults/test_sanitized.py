@@ -55,11 +55,25 @@ def test_stress_tests_are_clean(instrumented, area):
     assert " passed" in output
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "before", "after", "says"),
-    [
-        ("address,undefined", "if (number <= prepared_.size()) memcpy", "if (true) memcpy", "AddressSanitizer"),
-    ],
-)
-def test_a_planted_fault_is_noticed(tmp_path, sanitizer, before, after, says):
-    pass
+FAULTS = {
+    "address,undefined": ("tickets_(new T[entries])", "tickets_(new T[entries - 1])", "AddressSanitizer"),
+    "thread": ("lock(holding);\n    way().give_back(t);", "lock(listing_);\n    way().give_back(t);", "data race"),
+}
+"""What the sanitizer has to notice: an element too few; another lock than everybody else takes."""
+
+
+def test_a_mistake_is_noticed(instrumented):
+    sanitizer, root = instrumented
+    path = root / "proto/expertd/shm/csrc/tickets.h"
+    sound, (before, after, says) = path.read_text(), FAULTS[sanitizer]
+    assert sound.count(before) == 1
+    plant.put(path, sound.replace(before, after))
+    threads = "tests/proto/shm/test_shm.py::test_threads_share_a_session_and_each_gets_its_own_answer"
+    try:
+        code, output = sanitized.sanitized(sanitizer, [threads], root)
+    except sanitized.SanitizerMissingError as e:
+        pytest.skip(str(e))
+    finally:
+        plant.put(path, sound)
+    assert code != 0
+    assert says in output, output[-3000:]

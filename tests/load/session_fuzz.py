@@ -11,8 +11,8 @@ prints the steps by rule and how long honest requests took.  What does not hold 
     HostileTcpServer    before a real client over TCP
 
 Each example of hypothesis is a new server with its sessions, or a new client; between hostile steps honest ones go on.
-A rule that hypothesis draws is a burst: its step, then up to 15 of a few rules that its number chooses.  So a step costs
-little, and a failure shrinks to numbers without further steps.
+A rule that hypothesis draws is a burst: its step, then up to 15 of a few rules that its number chooses.  So a step
+costs little, and a failure shrinks to numbers without further steps.
 """
 
 from __future__ import annotations

@@ -376,9 +376,10 @@ def ended(sock) -> bool:
         return True
 
 
+@pytest.mark.parametrize("left", ["", f'[callers.pool]\ntokens = ["{TOKEN}"]\nrights = ["describe"]\n'])
 @pytest.mark.parametrize("way", ["tcp", "shm"])
-def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve, callers, tmp_path, way):
-    """A client of ours goes with its stream; another one need not."""
+def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve, callers, way, left):
+    """Or loses the right to call.  A client of ours goes with its stream; another one need not."""
     host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
     listener = host.service.offered[way]
     if isinstance(listener, str):
@@ -386,7 +387,7 @@ def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve
     with entered(listener, "pool") as gone, entered(listener, "worker") as stays:
         unused = listener.offer("pool", host_id())[0]
         until(lambda: listener.sessions == 2)
-        callers.write_text('[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n')
+        callers.write_text(f'[callers.worker]\ncertificates = ["worker"]\nrights = ["admin"]\n{left}')
         assert ended(gone)
         until(lambda: listener.sessions == 1)
         assert listener._tokens.take(bytes.fromhex(unused)) is None
@@ -415,17 +416,21 @@ def test_a_token_that_is_replaced_is_out_on_every_session_that_stands(serve, cal
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 def test_sessions_beside_the_stream_end_with_their_credential(serve, callers, way):
     """Of callers whose stream does not end theirs."""
+    callers.write_text(callers.read_text().replace('["worker"]', '["worker", "second"]'))
     host = serve(callers=callers, tcp_listen=Address("127.0.0.1", 0))
     listener = host.service.offered[way]
     if isinstance(listener, str):
         pytest.skip(listener)
     digest = hashlib.sha256(TOKEN.encode()).digest()
-    shown = [Admitted("pool", digest), Admitted("worker", "worker"), Admitted("worker", "worker", time.time() + 1)]
+    shown = [Admitted("pool", digest), Admitted("worker", "second"), Admitted("worker", "worker"),
+             Admitted("worker", "worker", time.time() + 1)]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        token, stays, expires = [stack.enter_context(entered(listener, a)) for a in shown]
-        until(lambda: listener.sessions == 3)
-        callers.write_text(callers.read_text().replace(TOKEN, "an0ther-token-of-the-pool"))
+        token, name, stays, expires = [stack.enter_context(entered(listener, a)) for a in shown]
+        until(lambda: listener.sessions >= 3)
+        text = callers.read_text().replace(', "second"', "")
+        callers.write_text(text.replace(TOKEN, "an0ther-token-of-the-pool"))
         assert ended(token)
+        assert ended(name)
         assert ended(expires)
         until(lambda: listener.sessions == 1)
         stays.settimeout(0.7)

@@ -45,8 +45,10 @@ __all__ = ["DRAWN", "Recording", "replayed", "routes_of"]
 FORMAT = 1
 DRAWN = -2
 _ARRAYS = ("at_us", "layer", "tokens", "top_k", "topk_ids")
-_BROKEN = (OSError, EOFError, LookupError, TypeError, ValueError, MemoryError, RuntimeError, ArithmeticError,
-           SyntaxError, AttributeError, struct.error, tokenize.TokenError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)  # fmt: skip
+_BROKEN = (
+    *(OSError, EOFError, LookupError, TypeError, ValueError, MemoryError, RuntimeError, ArithmeticError, SyntaxError),
+    *(AttributeError, struct.error, tokenize.TokenError, zlib.error, lzma.LZMAError, zipfile.BadZipFile),
+)
 """What zipfile, numpy and json raise for bytes that nobody wrote."""
 _MOST_US = 366 * 86_400 * 1_000_000
 """A year: what is later would be waited for."""
@@ -117,7 +119,8 @@ class Recording:
             made.check()
         except _BROKEN as e:
             why = printable(str(e) or type(e).__name__, 300)
-            raise ValueError(f"{path}: cannot be read as a recording: {why}; want what expertctl record wrote") from None
+            text = f"{path}: cannot be read as a recording: {why}; want what expertctl record wrote"
+            raise ValueError(text) from None
         return made
 
     def check(self) -> None:

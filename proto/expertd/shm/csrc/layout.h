@@ -30,7 +30,9 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> sleeps;
 };
 
-struct alignas(512) Completion {
+// Submissions and completions lie on cache lines of their own in a region; Python's, which calls fill in or copy from, are
+// aligned to 8 bytes, so the types ask for no more.
+struct Completion {
   std::atomic<uint64_t> seq;
   uint64_t id;
   uint32_t refused;  // 0 = computed; 1 = `reason` and `text` say why not
@@ -85,7 +87,8 @@ struct alignas(4096) Control {
   Word answered;  // Answered; the caller writes 0 before it calls again
   alignas(64) std::atomic<uint64_t> calls;  // answered so far, and those of them that were refused
   std::atomic<uint64_t> refusals;
-  Completion last, failure;  // of the last call, of the last that was refused
+  alignas(512) Completion last;  // of the last call
+  Completion failure;            // of the last that was refused
 };
 static_assert(sizeof(Control) == kPage, "one page");
 static_assert(offsetof(Control, last) == 512, "layout.py says so");
@@ -102,7 +105,7 @@ enum Flag : uint16_t {
 };
 constexpr uint32_t kMostPrepared = 1 << 16;
 
-struct alignas(128) Submission {
+struct Submission {
   std::atomic<uint64_t> seq;
   uint64_t id;           // the client's, given back
   uint64_t deadline_ns;  // CLOCK_MONOTONIC, the same for both sides; 0 = none

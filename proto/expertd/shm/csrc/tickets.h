@@ -59,7 +59,7 @@ struct Ticket {
   std::atomic<uint32_t> sleeps{0};  // its waiter sleeps on `calls`, or is about to
   std::atomic<bool> announced{false};
   std::atomic<uint64_t> id{0};
-  Completion answer;
+  alignas(64) Completion answer;
 };
 
 inline void sleep_while(std::atomic<uint32_t>& word, uint32_t value, int64_t timeout_ns) {
