@@ -90,7 +90,7 @@ def _parsed(options: Mapping[Any, Any], where: str) -> Settings:
         if (key in _NUMBERS and not number) or (key in _CREDENTIALS and not isinstance(value, str)):
             raise _wrong(f"{where}: {key}", value, "a number of seconds > 0" if key in _NUMBERS else "a string")
     graphs = options.get("graphs", False)
-    if graphs and (len(servers) > 1 or str(servers[0]).strip().endswith(".json")):
+    if graphs and (len(servers) > 1 or any(str(s).strip().endswith(".json") for s in servers)):
         raise _wrong(f"{where}: graphs", address, "one server, whose GPU is another one of this host")
     shown = {key: options[key] for key in _CREDENTIALS if key in options}
     tls = options.get("tls", False)

@@ -24,7 +24,7 @@ def sampled_names(checkpoint: Checkpoint) -> list[str]:
     return sorted(_sampled(checkpoint))
 
 
-def identity_of(source: ExpertSource) -> str:
+def identity_of(source: ExpertSource | Checkpoint) -> str:
     """Of all weights of a source.  Raises CheckpointError where files cannot be read."""
     checkpoint = checkpoint_of(source)
     if checkpoint is None:

@@ -52,7 +52,7 @@ class _Alike(QuantizedSource):
         return replace(super().load(layer, experts), checkpoint_activation=self._rounding)
 
 
-def checkpoint_of(source: ExpertSource) -> Checkpoint | None:
+def checkpoint_of(source: ExpertSource | Checkpoint) -> Checkpoint | None:
     """The checkpoint behind a source; None: a synthetic model, which has no names of tensors."""
     while isinstance(source, (QuantizedSource, GoneSource)):
         source = source.source if isinstance(source, QuantizedSource) else source._facts
