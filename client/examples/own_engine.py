@@ -11,8 +11,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from expertd_client import ExpertClient
-from expertd_client.engines.torch_experts import RemoteExperts
+from expertd_client import ExpertClient, RemoteExperts
 
 
 class SparseBlock(nn.Module):

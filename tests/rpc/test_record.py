@@ -330,7 +330,9 @@ def test_a_recording_outlives_its_server(tiny_server, tmp_path):
                 _, said = child.communicate(timeout=100)
         finally:
             child.kill()
-    assert (child.returncode, said) == (0, "\nstopping; again to leave at once\n")
+    assert child.returncode == 0
+    assert said.endswith("\nstopping; again to leave at once\n"), "before it gRPC may log that the server went"
+    assert "Traceback" not in said
     assert Recording.load(file).tokens[0] == 3
 
 

@@ -72,25 +72,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _record(args: argparse.Namespace) -> Recording:
-    """What was recorded until the end, of whatever kind: the first signal closes the proxy, one more does not wait for
-    calls that are open."""
+    """What was recorded until the end: the first signal closes the proxy, one more does not wait for open calls."""
     async with AsyncExpertClient(args.address, credentials=credentials(args)) as client:
         described: pb.DescribeResponse = await client.describe(timeout_s=args.timeout)
     recorder = Recorder(args.requests)
-    proxying = asyncio.create_task(_proxy(args, recorder))
-    with stoppable(recorder.full.set, proxying.cancel):
-        await asyncio.wait([proxying])
-    if not proxying.cancelled():
-        proxying.result()
+    proxy = Proxy(args.address, args.listen, credentials(args), recorder)
+    with stoppable(recorder.full.set, proxy.hurry):
+        async with proxy:
+            if not args.json:
+                console().print(f"recording: call {proxy.address} instead of {args.address}", markup=False)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(recorder.full.wait(), args.seconds)
     return recorder.recording(described)
-
-
-async def _proxy(args: argparse.Namespace, recorder: Recorder) -> None:
-    async with Proxy(args.address, args.listen, credentials(args), recorder) as proxy:
-        if not args.json:
-            console().print(f"recording: call {proxy.address} instead of {args.address}", markup=False)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(recorder.full.wait(), args.seconds)
 
 
 def _here(text: str) -> str:
