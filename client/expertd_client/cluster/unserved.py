@@ -49,9 +49,12 @@ class Unserved:
             f"layer {self._request.layer}: got no server that takes requests, want one of {len(sub.replicas)}: {why}"
         )
 
-    def _nobody_holds(self, part: SubBatch) -> PlacementError:
+    def _nobody_holds(self, part: SubBatch) -> ExpertdError:
+        """Of a placement that lacks experts, or of a server that has never said what it holds: that one may have them
+        a moment later."""
         ids = part.request.topk_ids
-        return PlacementError.about(
+        kind: type[ExpertdError] = UnavailableError if self._members.unknown else PlacementError
+        return kind.about(
             f"layer {self._request.layer}",
             got=f"no server for experts {format_ranges(np.unique(ids[ids >= 0]).tolist())}",
             want="a replica for every expert",
