@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
+# Why it is so: decision 176 in DECISIONS.md.
 __all__ = ["changed_identity", "comparable", "places", "sample_of", "sampled", "sampled_identity", "synthetic_identity"]
 
 _NAMES = 16
