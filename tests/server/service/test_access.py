@@ -22,3 +22,10 @@ def test_a_token_that_is_another_callers_now_lets_nobody_go_on():
     access(ONE, TWO).check(admitted, CALL)
     with pytest.raises(UnauthenticatedError, match="what it showed is let in no more"):
         access(TWO, ONE).check(admitted, CALL)
+
+
+def test_a_wrong_token_is_not_mended_by_a_certificate():
+    known = parse_access([b'[callers.one]\ncertificates = ["one.example"]\nrights = ["call"]\n'])
+    assert known.admit(None, ["one.example"], CALL) == "one"
+    with pytest.raises(UnauthenticatedError, match="a token that is not known"):
+        known.admit(ONE, ["one.example"], CALL)
