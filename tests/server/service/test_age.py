@@ -41,6 +41,14 @@ def test_a_backlog_that_grows_is_told_from_a_clock_that_was_set_anew():
     assert found[-1] == 0
 
 
+@pytest.mark.parametrize(("windows", "old_ms"), [(1, 200), (2, 0), (3, 0)])
+def test_the_quickest_message_counts_for_two_windows(windows, old_ms):
+    age, now = Age(), 100 * SECOND
+    assert age.of(sent(now, MS), now) == 0
+    now += windows * WINDOW_NS
+    assert age.of(sent(now, 201 * MS), now) == old_ms * MS
+
+
 def test_clocks_may_drift():
     age, now = Age(), 100 * SECOND
     for n in range(100):
