@@ -50,6 +50,17 @@ def test_healthz_follows_what_the_server_takes():
         assert status(http, "/healthz") == (503, "NOT_SERVING\n")
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/nowhere"])
+def test_the_answer_to_head_has_no_body(http, path):
+    """By its bytes: http.client reads no body after HEAD."""
+    with socket.create_connection(("127.0.0.1", http.port), timeout=20) as sock:
+        sock.sendall(b"HEAD %s HTTP/1.0\r\n\r\n" % path.encode())
+        said = b"".join(iter(lambda: sock.recv(65536), b""))
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 ")
+    assert body == b""
+
+
 @pytest.mark.parametrize("path", ["/", "/page.json", "/metrics/", "/healthz2", "/nowhere"])
 def test_an_unknown_path_is_404(http, path):
     assert status(http, path) == (404, "want /metrics, /healthz, or / in a browser\n")
