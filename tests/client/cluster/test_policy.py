@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -41,6 +42,12 @@ def test_of_two_random_ones_the_better():
     assert 340 < counts[0] < 460, "in two of three pairs"
     equal = [Server(1.0), Server(1.0)]
     assert 200 < sum(choose(equal, 4, 0.0, rng) is equal[0] for _ in range(600)) < 400
+
+
+@pytest.mark.parametrize("waits", list(itertools.permutations([1.0, 2.0, 3.0])), ids=str)
+def test_the_worst_is_never_compared_with_itself(waits):
+    rng, servers = random.Random(1), [Server(wait) for wait in waits]
+    assert {choose(servers, 4, 0.0, rng).wait for _ in range(100)} == {1.0, 2.0}
 
 
 def test_stalled_ones_only_where_there_is_no_other():
