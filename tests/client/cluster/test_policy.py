@@ -108,6 +108,28 @@ def test_a_silent_server_stalls_and_is_left_alone_for_longer_each_time():
     assert server.usable(math.inf)
 
 
+@pytest.mark.parametrize(
+    "error", [DeadlineExceededError("late"), RequestCancelledError("taken back")], ids=lambda e: e.reason
+)
+def test_what_ends_because_of_its_caller_says_nothing_of_the_server(error):
+    now_s = 100.0
+    server = member(clock=lambda: now_s)
+    server.refused = ""
+    server.submit(request(), None, None)
+    now_s += 1.0
+    for _ in range(20):
+        server.submit(request(), None, None)
+        server.failed(8, error)
+    assert server.usable(now_s)
+    assert server.stalled(now_s), "it was no word of the server's"
+    assert server.outstanding == 1
+    for _ in range(20):  # the control
+        server.submit(request(), None, None)
+        server.failed(8, BackendFailedError("kernel"))
+    assert not server.usable(now_s)
+    assert not server.stalled(now_s)
+
+
 def test_a_server_that_computes_for_us_is_not_away_because_its_describe_is_late():
     """On a host without a free core a Describe takes seconds while parts are answered; were such a server away, every
     call would wait until one Describe and one session come in time."""
