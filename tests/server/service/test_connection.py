@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +145,26 @@ def test_a_stream_has_few_tokens_that_nobody_used(service, monkeypatch):
     assert not answers[-1].verdicts[0].accepted
     Peer(service).session.take(pb.SessionOffer(transports=["shm"]), time.monotonic_ns())
     assert listener.asked == 5, "another stream has its own"
+
+
+def test_offers_count_for_ten_seconds(service, monkeypatch):
+    class Offered:
+        def offer(self, caller, host):
+            return "t", "e", ""
+
+    now_s, peer = 1000.0, Peer(service)
+    monkeypatch.setattr("expertd_server.service.connection.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(service, "offered", {"shm": Offered()})
+
+    def offered() -> bool:
+        peer.session.take(pb.SessionOffer(transports=["shm"]), 0)
+        return peer.outlet.said[-1].verdicts[0].accepted
+
+    assert [offered() for _ in range(6)] == [True] * 4 + [False] * 2
+    now_s += 9.9
+    assert not offered()
+    now_s += 0.2
+    assert [offered() for _ in range(5)] == [True] * 4 + [False], "those that were refused did not count"
 
 
 def test_a_draining_server_tells_its_sessions_and_ends_them_when_all_is_answered(service, experts):
