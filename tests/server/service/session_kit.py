@@ -17,17 +17,19 @@ IN_FLIGHT = 4
 
 
 class Experts:
-    """out = x * (sum of weights); waits for `gate` before each call."""
+    """out = x * (sum of weights); waits for `gate` before each call.  computed: the numbers of slots, as they came."""
 
     backend = "fake"
 
     def __init__(self) -> None:
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
+        self.computed: list[float] = []
 
     def __call__(self, x, ids, weights, *, router_weight_on_input=False, out=None):
         self.entered.set()
         assert self.gate.wait(20)
+        self.computed += x[::TOKENS, 0].tolist()
         return out.copy_(x * weights.sum(1, keepdim=True))
 
 

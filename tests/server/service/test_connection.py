@@ -167,6 +167,18 @@ def test_offers_count_for_ten_seconds(service, monkeypatch):
     assert [offered() for _ in range(5)] == [True] * 4 + [False], "those that were refused did not count"
 
 
+def test_what_waits_of_a_connection_that_ended_is_not_computed(service, experts):
+    busy(service, experts)
+    gone, stays = Peer(service), Peer(service)
+    gone.send(2)
+    gone.session.close()
+    last = stays.send(3)
+    experts.gate.set()
+    stays.wait(last)
+    assert experts.computed == [1, 3]
+    assert gone.outlet.slots[2].answers == []
+
+
 def test_a_draining_server_tells_its_sessions_and_ends_them_when_all_is_answered(service, experts):
     busy(service, experts)
     peer = Peer(service)
