@@ -280,6 +280,41 @@ def test_an_answer_that_nobody_waits_for_any_more_is_given_back_and_counts_for_n
         release.set()
 
 
+def lent(server):
+    """Makes a Fake lend its outputs: (lent, given back), each a list that grows."""
+    serve, out, back = server.serve, [], []
+
+    def lends(request):
+        answer = serve(request)
+        number = len(out)
+        out.append(number)
+        answer.give_back = lambda: back.append(number)
+        return answer
+
+    server.serve = lends
+    return out, back
+
+
+def test_answers_of_a_call_that_failed_are_given_back():
+    servers, answered = {"a": Fake({0: range(4)}), "c": Fake({0: range(4, 8)})}, threading.Event()
+    out, back = lent(servers["a"])
+
+    def fails(request):
+        assert answered.wait(20)
+        raise BadShapeError("no")
+
+    servers["c"].does = fails
+    with cluster_of(servers) as cluster:
+        call = cluster.submit(0, X, IDS, W)
+        [flight] = cluster._state.flights
+        until(lambda: any(sub.result is not None for sub in flight.sub_requests))
+        assert (len(out), back) == (1, []), "it is to be added still"
+        answered.set()
+        with pytest.raises(BadShapeError):
+            call.result(20)
+        assert back == out
+
+
 def test_nothing_is_hedged_without_a_budget():
     """The control: another cluster, which asks later, has asked twice and is answered."""
     servers, release = replicas(), threading.Event()
