@@ -315,6 +315,16 @@ def test_answers_of_a_call_that_failed_are_given_back():
         assert back == out
 
 
+def test_an_answer_with_too_few_routes_is_given_back():
+    servers = {"a": Fake({0: range(E)})}
+    out, back = lent(servers["a"])
+    with cluster_of(servers) as cluster:
+        servers["a"].routes = lambda n: n - 1 if len(out) < 1 else n
+        answer = cluster.forward(0, X, IDS, W)
+        check(answer)
+        assert (out, back) == ([0, 1], [0]), "the first was of no use, the second is the caller's"
+
+
 def test_nothing_is_hedged_without_a_budget():
     """The control: another cluster, which asks later, has asked twice and is answered."""
     servers, release = replicas(), threading.Event()
