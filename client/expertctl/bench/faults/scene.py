@@ -161,7 +161,8 @@ class Scene:
     def _admitted(self) -> str:
         """Why the damaged copy is not refused as it should be."""
         why = self._clusters["copies"].servers.get(self._damaged, "it is not there")
-        return "" if "other weights" in why else f"the damaged copy: {why or 'is asked'}"
+        refused = "other weights" in why or "its sums are not added" in why  # by a digest, or by the identity
+        return "" if refused else f"the damaged copy: {why or 'is asked'}"
 
     def _cache(self) -> str:
         if not hasattr(self, "_folder"):
