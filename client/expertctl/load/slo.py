@@ -22,6 +22,9 @@ _CLOSE = 1.03
 """Rates that differ by less than this are the same."""
 _STEP = 0.95
 _MOST_STEPS = 8
+_LOWEST = 16
+"""Below this share of the peak no rate is tried: requests hardly wait for each other there, so a lower rate would not
+be answered sooner, and its trial would take minutes."""
 _LEAST_LATE = 5
 """A trial is to expect so many late requests where it just keeps the SLO."""
 
@@ -113,6 +116,12 @@ def upper_share(late: int, sent: int) -> float:
     return min(1.0, (middle + width) / (1 + z2 / sent))
 
 
+def _may_keep(slo: Slo, trials: list[Trial], repeats: int) -> bool:
+    """Whether `repeats` trials may keep the SLO together, after these."""
+    late, most = sum(t.late for t in trials), slo.allowed * repeats * max((t.sent for t in trials), default=0)
+    return late <= most and not any(t.behind for t in trials)
+
+
 async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Trial]], repeats: int = 3) -> Found:
     """peak: the highest rate that is tried, what the server answered in a closed loop.  measure: a trial at a rate."""
     trials: list[Trial] = []
@@ -125,7 +134,7 @@ async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Tri
     if await keeps(peak):
         low = peak
     rate = peak
-    while not low and rate > peak / 512:
+    while not low and rate > peak / _LOWEST:
         rate /= 2
         if await keeps(rate):
             low = rate
@@ -135,10 +144,12 @@ async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Tri
         middle = math.sqrt(low * high)
         low, high = (middle, high) if await keeps(middle) else (low, middle)
     for _ in range(_MOST_STEPS if low else 0):
-        again = [await measure(low) for _ in range(repeats)]
+        again: list[Trial] = []
+        while len(again) < repeats and _may_keep(slo, again, repeats):
+            again.append(await measure(low))
         trials += again
         late, sent = sum(t.late for t in again), sum(t.sent for t in again)
-        if upper_share(late, sent) <= slo.allowed and not any(t.behind for t in again):
+        if len(again) == repeats and upper_share(late, sent) <= slo.allowed and not again[-1].behind:
             limited = low >= peak or any(t.behind for t in trials if t.rate <= low * 1.1)
             return Found(slo, low, late / sent, upper_share(late, sent), again, trials, limited)
         low *= _STEP

@@ -167,6 +167,34 @@ async def test_what_the_generator_could_not_offer_is_no_answer():
     assert found.limited
 
 
+async def test_a_busy_generator_ends_the_search_soon():
+    """A trial of p99 has 500 requests at least, however low its rate: at 1 a second they take minutes."""
+    took_s = 0.0
+    slo = parse_slo("p99<5ms")
+
+    async def behind(rate):
+        nonlocal took_s
+        took_s += slo.requests(rate, 0.3) / rate
+        return Trial(rate, 500, 500, 1.0, behind=True)
+
+    found = await search(slo, 700.0, behind)
+    assert found.rate is None
+    assert "the load generator sent too late even at 43.8 requests/s" in found.sentence()
+    assert took_s < 30
+
+
+async def test_a_rate_that_cannot_keep_the_slo_any_more_is_not_repeated():
+    asked = []
+
+    async def measure(rate):
+        asked.append(rate)
+        return Trial(rate, 1000, 0 if len(asked) < 3 else 31, 0.001)
+
+    found = await search(parse_slo("p99<20ms"), 100.0, measure)
+    assert found.rate is None
+    assert asked == pytest.approx([100.0, 100.0, 100.0, *(100.0 * 0.95**n for n in range(1, 8))])
+
+
 def test_wilsons_bound():
     assert upper_share(0, 268) > 0.0099 > upper_share(0, 300)
     assert upper_share(10, 1000) == pytest.approx(0.0166, abs=1e-4)
