@@ -39,7 +39,9 @@ def describes(placement: Placement, address: str, max_tokens: int) -> pb.Describ
     ranges = [pb.ExpertRange(first=a, count=b - a + 1) for a, b in runs(held)]
     layer = pb.Layer(layer=LAYER, num_experts=placement.num_experts[LAYER], held=ranges)
     model = pb.Model(fingerprint="simulated", hidden_size=8)
-    return pb.DescribeResponse(model=model, layers=[layer], limits=pb.Limits(max_tokens=max_tokens))
+    version = pb.WeightVersion(number=1, serving=True, identity="synthetic:simulated")
+    limits = pb.Limits(max_tokens=max_tokens)
+    return pb.DescribeResponse(model=model, layers=[layer], limits=limits, versions=[version])
 
 
 def simulate(

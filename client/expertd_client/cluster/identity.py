@@ -81,7 +81,7 @@ class Identity:
         self._weights: dict[tuple[int, int], _Known] = {}  # by version and layer
         self._said: dict[str, _Said] = {}
         self._identities: dict[str, dict[int, str]] = {}  # by address and version
-        self._warned: set[tuple[str, int]] = set()
+        self._warned: set[int] = set()  # versions
         self._lock = threading.Lock()
 
     def num_experts(self, layer: int) -> int | None:
@@ -144,10 +144,10 @@ class Identity:
         return frozenset(fit)
 
     def _warn(self, address: str, number: int, identity: str, others: dict[str, str]) -> None:
-        """Once, where nobody can tell whether the weights are the same."""
+        """Once for each version, where nobody can tell whether the weights are the same."""
         unlike = [a for a, i in others.items() if not comparable(i, identity)]
-        if unlike and (address, number) not in self._warned:
-            self._warned.add((address, number))
+        if unlike and number not in self._warned:
+            self._warned.add(number)
             log.warning(
                 "%s: version %d of the weights cannot be compared with that of %s (%s, %s): their sums are added as if"
                 " the weights were the same",

@@ -115,7 +115,7 @@ def test_calls_that_ended_go_without_the_collector(monkeypatch):
     before = flights_there()  # of other tests
     outcome, _ = simulate(placement_of(), SLEEPY, trace_of(outages, calls=2000), 0.2, Policy())
     assert gc.isenabled()
-    assert outcome.failed > 10
+    assert outcome.failed > 5
     ((enabled, flights),) = alive
     assert not enabled
     assert flights - before < 100
