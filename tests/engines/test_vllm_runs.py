@@ -203,7 +203,7 @@ def test_a_dummy_run_calls_where_graphs_contain_the_call(plugin, monkeypatch, ru
     assert len(forwarder.seen) == 1
     assert hasattr(runner.sample_tokens, "expertd")
     devices = []
-    monkeypatch.setattr(forwarder, "device_way", lambda device: devices.append(device), raising=False)
+    monkeypatch.setattr(forwarder, "device_transport", lambda device: devices.append(device), raising=False)
     runner("tokens").sample_tokens(None)
     assert devices == [1], "the GPU on which the layer was made, whichever thread asks"
 
