@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import compiled
 import cpu_levels
 import numpy as np
 import pytest
@@ -72,16 +71,6 @@ def write_checkpoint() -> Callable[..., Path]:
         return folder
 
     return write
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that compiles kernels is a case of compiled.py's record."""
-    if "own_triton_cache" not in getattr(item, "fixturenames", ()):
-        return (yield)
-    helpers = (Path(compiled.__file__).with_name(name) for name in compiled.HELPERS)
-    with compiled.case(item.nodeid, [item.path, *helpers]):
-        return (yield)
 
 
 @pytest.fixture

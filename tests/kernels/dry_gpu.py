@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import compiled as kernels
 import torch
 import triton
-from triton import compiler
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -114,27 +112,22 @@ class _Driver:
 
 @contextmanager
 def dry_gpu() -> Iterator[list[Launch]]:
-    """While it lasts, kernels are compiled for sm_90 where they would be started, and listed.
-    compiled.py compiles what is looked at."""
+    """While it lasts, kernels are compiled for sm_90 where they would be started, and listed."""
     launches: list[Launch] = []
-    run, active, compile = JITFunction.run, driver._active, compiler.compile
+    run, active = JITFunction.run, driver._active
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        self.compile = kernels.Kernel
         compiled = run(self, *args, grid=grid, warmup=True, **options)
-        if isinstance(compiled, kernels.Kernel):
-            kernels.asked(compiled)
-        else:
-            compiled = compiled.result() if hasattr(compiled, "result") else compiled
+        compiled = compiled.result() if hasattr(compiled, "result") else compiled
         launches.append(Launch(self.__name__, compiled, grid))
         return compiled
 
-    JITFunction.run, compiler.compile = compile_only, kernels.Kernel
+    JITFunction.run = compile_only
     driver.set_active(_Driver())
     try:
         yield launches
     finally:
-        JITFunction.run, driver._active, compiler.compile = run, active, compile
+        JITFunction.run, driver._active = run, active
 
 
 def layer(model: str, scheme: str, rounding: ActivationQuant = ActivationQuant.NONE) -> Any:

@@ -6,7 +6,6 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from compiled import compile  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -29,7 +28,7 @@ def ptx(what, H=2048):
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
     given = {(kernel.arg_names.index(k),): v for k, v in constants.items()}
     source = ASTSource(kernel, signature, given, aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
 
 
 @pytest.mark.parametrize("what", [device_code.WIDENED, device_code.AS_CODES])

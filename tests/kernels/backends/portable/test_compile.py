@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from compiled import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,8 +21,6 @@ from expertd_kernels.common.problem import Device
 from expertd_kernels.packed.builder import problem_of
 from expertd_kernels.sources.synthetic import random_weights
 from expertd_kernels.weights.scheme import ActivationQuant
-
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
 TYPES = {
     torch.bfloat16: "*bf16",
@@ -103,7 +100,7 @@ def compiled(kernel, args, constants, target):
             if name.endswith("stride"):
                 attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def stack_bytes(file):
@@ -128,8 +125,8 @@ def test_a_layer_that_rounds_activations_compiles_for(target, scheme, quant, tok
 def compile_all(found, names, target, tmp_path):
     """Each kernel for the target: it fits into shared memory and spills nothing."""
     assert [k.__name__ for k, _, _ in found] == names
-    results = [compiled(kernel, args, constants, target) for kernel, args, constants in found]
-    for (kernel, _, _), result in zip(found, results, strict=True):
+    for kernel, args, constants in found:
+        result = compiled(kernel, args, constants, target)
         assert result.metadata.shared <= SHARED[target] * 1024
         if "cubin" in result.asm:
             file = tmp_path / f"{kernel.__name__}.cubin"

@@ -5,25 +5,24 @@ import re
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from compiled import compile
-from ptxas import assembled, disassembled, predicated_sums
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from ptxas import assembled, disassembled, predicated_sums  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few
-from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8
-from expertd_kernels.backends.gluon.w8a8.prepare import (
+from expertd_kernels.backends.gluon.w8a8.constants import Gemm8, tile8, tile_few  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8.plan import Few8, Plan8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8.prepare import (  # noqa: E402
     copy_to_places,
     prepare,
     round_rows,
     round_to_places,
 )
-from expertd_kernels.backends.gluon.w8a8.w8a8 import w8a8
-from expertd_kernels.backends.gluon.w8a8.w8a8_few import w8a8_few
+from expertd_kernels.backends.gluon.w8a8.w8a8 import w8a8  # noqa: E402
+from expertd_kernels.backends.gluon.w8a8.w8a8_few import w8a8_few  # noqa: E402
 
 REGISTERS = 65536
 """Of an SM; a CTA of these kernels has one to itself."""
@@ -48,7 +47,7 @@ def compiled(g: Gemm8, plan: Plan8):
     signature = dict(zip(w8a8.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(w8a8, signature, {(len(types) - 1,): c}, aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
 def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False):
@@ -61,7 +60,7 @@ def compiled_few(g: Gemm8, plan: Few8, by_route: bool = False):
     signature = dict(zip(w8a8_few.arg_names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(w8a8_few, signature, {(len(types) - 1,): c}, aligned)
-    return compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 
 
 CASES = [
@@ -128,8 +127,8 @@ FEW = [
 @pytest.mark.parametrize(("first", "grouped", "plan", "by_route", "ctas"), FEW)
 def test_for_few_tokens_several_ctas_fit_an_sm(first, grouped, plan, by_route, ctas, tmp_path):
     more = {"bias": True, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
-    all_facts = ({}, more if first else {"bias": True})
-    for kernel in [compiled_few(gemm(first, grouped, weight=not first, **f), plan, by_route) for f in all_facts]:
+    for facts in ({}, more if first else {"bias": True}):
+        kernel = compiled_few(gemm(first, grouped, weight=not first, **facts), plan, by_route)
         text = assembled(kernel, tmp_path)
         assert " 0 bytes spill stores" in text
         assert "serialized" not in text
@@ -162,8 +161,8 @@ def test_every_feature_compiles(tmp_path):
         gemm(False, True, K=384, segment=1152, **more),
         gemm(True, False, static=True),
     )
-    for kernel in [compiled(g, Plan8()) for g in layers]:
-        assert "serialized" not in assembled(kernel, tmp_path)
+    for g in layers:
+        assert "serialized" not in assembled(compiled(g, Plan8()), tmp_path)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -181,14 +180,12 @@ def test_the_kernels_before_the_gemms_compile(grouped):
         listed = {"TOPK": 8, "COLUMNS": 2048, "R": 4, "B": 1024, "PDL": True}
         copied = ["*fp8e4nv", "*fp32", "*i32", "*fp8e4nv", "*fp32", "i32"]
         cases = (*cases, (copy_to_places, copied, listed))
-    made = []
     for kernel, types, constants in cases:
         names = kernel.arg_names
         signature = dict(zip(names, types + ["constexpr"] * len(constants), strict=True))
         aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
         source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, aligned)
-        made.append(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True}))
-    for out, (_, _, constants) in zip(made, cases, strict=True):
+        out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
         assert "griddepcontrol.wait" in out.asm["ptx"]
         if "COLUMNS" in constants:
             assert "ld.global.v4" in out.asm["ptx"], "inputs are not fetched 16 bytes at a time"

@@ -3,24 +3,23 @@ registers, spill little or nothing, and ptxas leaves their wgmma instructions as
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from compiled import compile
-from ptxas import assembled, disassembled, predicated_sums, resources
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from ptxas import assembled, disassembled, predicated_sums, resources  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from expertd_kernels.backends.gluon.shared.routing import combine, count_routes, group_few, place_routes, table_routes
-from expertd_kernels.backends.gluon.weight_only.block import block
-from expertd_kernels.backends.gluon.weight_only.codec import codec_of
-from expertd_kernels.backends.gluon.weight_only.constants import Gemm, tile
-from expertd_kernels.backends.gluon.weight_only.plan import TilePlan
-from expertd_kernels.backends.gluon.weight_only.planning import WIDE, WIDER
-from expertd_kernels.backends.gluon.weight_only.wide import wide
-from expertd_kernels.backends.gluon.weight_only.ws import both, ws
-from expertd_kernels.weights.scheme import Scheme
+from expertd_kernels.backends.gluon.shared.routing import combine, count_routes, group_few, place_routes, table_routes  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.block import block  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.codec import codec_of  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.constants import Gemm, tile  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.plan import TilePlan  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.planning import WIDE, WIDER  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.wide import wide  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.ws import both, ws  # noqa: E402
+from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
@@ -52,7 +51,7 @@ def compiled(g: Gemm, plan: TilePlan, mode: str, words: int = 0, listed: bool = 
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(kernel, signature, {(len(types) - 1,): c}, aligned)
     options = {"num_warps": plan.warps, "launch_pdl": True} | ({"maxnreg": plan.registers} if plan.registers else {})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 CASES = [
@@ -140,7 +139,7 @@ def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, 
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(both, signature, {(16,): C, (17,): D}, aligned)
     options = {"num_warps": p.warps, "launch_pdl": True} | ({"maxnreg": p.registers} if p.registers else {})
-    kernel = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, spilled, serialized = resources(kernel, tmp_path)
     assert not serialized
     assert registers <= (p.registers or 168)
@@ -152,17 +151,13 @@ def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, 
 @pytest.mark.parametrize("experts", [8, 60])
 def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
     """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
-    cases = (
+    for first, plan, mode, words in (
         (True, "ws: rows 128, tiles 4, warps 8, stages 4, stretch 16", "lists", 0),
         (False, "ws: rows 32, tiles 4, stages 4, narrower 1, registers 128, ctas 2", "lists", 0),
         (False, "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16", "lists", 0),
         (True, "block: rows 8, tiles 2, stages 3", "ids", 2),
-    )
-    made = [
-        compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), *how) for first, plan, *how in cases
-    ]
-    for kernel in made:
-        assembled(kernel, tmp_path)
+    ):
+        assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), mode, words), tmp_path)
         assert any("REDUX" in line for line in disassembled(tmp_path)), "sums have another name here"
         assert not predicated_sums(tmp_path)
 
@@ -170,14 +165,13 @@ def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
 def test_w2_following_w13_costs_no_registers(tmp_path):
     """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
     waits for the kernel only at its own end."""
-    plans = {
-        True: "block: rows 8, tiles 2, stages 3",
-        False: "block: rows 8, tiles 2, columns 256, stages 2, follows",
-    }
-    made = {f: compiled(gemm("int4_g128", f), TilePlan.parse(p), "table", counted=24) for f, p in plans.items()}
-    for first, kernel in made.items():
+    for first, plan, most in (
+        (True, "block: rows 8, tiles 2, stages 3", 72),
+        (False, "block: rows 8, tiles 2, columns 256, stages 2, follows", 72),
+    ):
+        kernel = compiled(gemm("int4_g128", first), TilePlan.parse(plan), "table", counted=24)
         registers, spilled, serialized = resources(kernel, tmp_path)
-        assert (registers <= 72, spilled, serialized) == (True, 0, False)
+        assert (registers <= most, spilled, serialized) == (True, 0, False)
         text = kernel.asm["ptx"]
         if first:
             assert text.rindex("bar.sync") < text.index("gpu.release.add") < text.rindex("ret;")
@@ -282,7 +276,7 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path
     signature = dict.fromkeys(names, "constexpr")
     signature |= dict(zip((n for n in names if n not in constants), types, strict=True))
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
-    out = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+    out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in out.asm["ptx"]
     assert resources(out, tmp_path)[1] == 0, "it spills"
     assert not predicated_sums(tmp_path)

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from compiled import compile
-from ptxas import assembled, disassembled, resources
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
+from ptxas import assembled, disassembled, resources  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from expertd_kernels.backends.gluon.weight_only.codec import codec_of
-from expertd_kernels.backends.gluon.weight_only.constants import Gemm
-from expertd_kernels.backends.gluon.weight_only.gemv import gemv
-from expertd_kernels.backends.gluon.weight_only.gemv_constants import KEPT, SHARED_MEMORY, Slices, slices
-from expertd_kernels.backends.gluon.weight_only.plan import TilePlan
-from expertd_kernels.weights.scheme import Scheme
+from expertd_kernels.backends.gluon.weight_only.codec import codec_of  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.constants import Gemm  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.gemv import gemv  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.gemv_constants import KEPT, SHARED_MEMORY, Slices, slices  # noqa: E402
+from expertd_kernels.backends.gluon.weight_only.plan import TilePlan  # noqa: E402
+from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_triton_cache")
 
@@ -50,7 +49,7 @@ def compiled(g: Gemm, plan: str, even: int = 0):
     aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t.startswith("*")}
     source = GluonASTSource(gemv, signature, {(len(types) - 1,): c}, aligned)
     options = {"num_warps": p.warps, "launch_pdl": True} | ({"maxnreg": p.registers} if p.registers else {})
-    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 CASES = [
@@ -196,10 +195,11 @@ def test_no_load_of_weights_has_a_mask(scheme):
     """With masks LLVM packed the halves of two indices into one 64-bit number and forgot to clear a part of it, where
     a scale covers 32 columns and w2's parts are its experts: addresses that are no multiple of 16 bytes."""
     facts = {"H": 1000, "I": 328, "bias": True}
-    w13 = compiled(gemm(scheme, True, **facts, **ACT), "gemv: rows 1, tiles 1, warps 8, columns 64, stages 2")
-    w2 = compiled(gemm(scheme, False, **facts), "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8")
-    for kernel in (w13, w2):
-        ptx = kernel.asm["ptx"]
+    for first, plan in (
+        (True, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 2"),
+        (False, "gemv: rows 1, tiles 1, warps 8, columns 64, stages 8"),
+    ):
+        ptx = compiled(gemm(scheme, first, **(facts | (ACT if first else {}))), plan).asm["ptx"]
         assert "ld.global.v4.b32" in ptx
         assert not re.search(r"@!?%p\d+ ld\.global\.v", ptx)
         assert not re.search(r"mov\.b64\s+\{_,", ptx)
