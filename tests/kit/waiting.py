@@ -1,5 +1,6 @@
 """Waiting for what another thread or process does."""
 
+import gc
 import sys
 import threading
 import time
@@ -23,7 +24,11 @@ def until_inside(thread: threading.Thread, function: str) -> None:
     def stays() -> bool:
         nonlocal seen
         assert thread.is_alive(), f"it ended, and does not wait in {function}()"
-        frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+        gc.disable()  # CPython 3.11 holds a lock while it makes the dict: a collection in it waits for that lock for ever
+        try:
+            frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+        finally:
+            gc.enable()
         while frame is not None and frame.f_code.co_name != function:
             frame = frame.f_back
         seen = seen + 1 if frame is not None else 0
