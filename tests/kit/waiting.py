@@ -24,7 +24,7 @@ def until_inside(thread: threading.Thread, function: str) -> None:
     def stays() -> bool:
         nonlocal seen
         assert thread.is_alive(), f"it ended, and does not wait in {function}()"
-        gc.disable()  # CPython 3.11 holds a lock while it makes the dict: a collection in it waits for that lock for ever
+        gc.disable()  # CPython 3.11 makes the dict under a lock that a collection in it waits for
         try:
             frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
         finally:
