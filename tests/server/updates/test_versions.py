@@ -79,9 +79,7 @@ def test_answers_say_their_version_and_requests_may_pin_one(server, clients):
     assert all_say(weights_version=5) == (5, second)
     server.call("BeginUpdate", update="next")
     assert all_say() == (1, first)
-    for client in clients.values():
-        with pytest.raises(WeightsVersionNotHeldError):
-            answer(client, weights_version=5)
+    assert all_say(weights_version=5) == (5, second), "it stays until the next commit"
     server.call("AbortUpdate", update="next")
     server.call("BeginUpdate", update="last", version=9)
     server.put_and_prepare("last", trained.parts(trained.step(3)))
@@ -89,6 +87,9 @@ def test_answers_say_their_version_and_requests_may_pin_one(server, clients):
         answer(clients["shm"], weights_version=9)
     server.call("CommitUpdate", update="last")
     assert all_say()[0] == 9
+    for client in clients.values():
+        with pytest.raises(WeightsVersionNotHeldError):
+            answer(client, weights_version=5)
 
 
 def test_the_slow_path_of_messages_carries_versions_too(server, clients):
