@@ -10,8 +10,6 @@ let go of after a while.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -27,13 +25,12 @@ from expertd.v1 import admin_service_pb2 as admin_pb
 from expertd_server.boot.assignment import BootError
 from expertd_server.boot.layers import Stopped
 from expertd_server.boot.memory import MemoryPlan
+from expertd_server.residence.background import stand_back
 from expertd_server.residence.residence import Change, Residence
 from expertd_server.service.response import error_of
 
 __all__ = ["Changes", "Job"]
 
-_NICE = 10
-"""How far the thread that prepares stands back behind those that serve, where they share cores."""
 _RELEASE_S = 60.0
 """How long a commit waits until no request uses any more what is held no more."""
 
@@ -164,8 +161,7 @@ class Changes:
     # ---- on the thread that prepares ---------------------------------------------------------------------------------
 
     def _prepare(self, job: Job, keep_s: float) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        stand_back()
         try:
             job.memory = self._residence.room_for(job.wanted)
             job._change = self._residence.prepare(job.wanted, lambda n, of: _count(job, n, of), job._unwanted.is_set)

@@ -11,9 +11,7 @@ waits for it or fails.  The bytes of the packed weights bound how often that is 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +25,7 @@ from expertd_kernels.backends.footprint import footprint
 from expertd_server.boot.assignment import BootError
 from expertd_server.boot.layers import Booted, Stopped
 from expertd_server.engine.report import BatchReport, Moves
+from expertd_server.residence.background import stand_back
 from expertd_server.residence.following import Better, Following
 from expertd_server.residence.residence import Residence
 
@@ -38,8 +37,6 @@ _LOOK_S = 2.0
 """How often it looks whether a layer would gain."""
 _FAILED_S = 60.0
 """How long nothing is tried after a move failed."""
-_NICE = 10
-"""How far its thread stands back behind those that serve, where they share cores."""
 
 
 class Follower:
@@ -90,8 +87,7 @@ class Follower:
         return self._following.rest_s(nbytes, self._clock() - begin_s)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        stand_back()
         wait_s = _LOOK_S
         while not self._closed.wait(wait_s):
             try:

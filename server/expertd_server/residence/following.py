@@ -123,11 +123,7 @@ class Following:
 
 def site_us(share: Floats, routes: float, where: NDArray[np.int64], surfaces: Sequence[Surface]) -> Floats:
     """[devices] expected time of a batch with so many routes.  share: [num_experts], of the routes."""
-    sites = range(len(surfaces))
-    hit = _hit(share, routes)
-    reached = np.array([hit[where == s].sum() for s in sites])
-    taken = np.array([share[where == s].sum() * routes for s in sites])
-    return np.array([_us(surfaces[s], reached[s : s + 1], taken[s : s + 1])[0] for s in sites])
+    return _State(share, routes, where, surfaces).us
 
 
 def better_shares(counted: Counted, where: NDArray[np.int64], surfaces: Sequence[Surface]) -> Better | None:

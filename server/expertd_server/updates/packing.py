@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -14,13 +12,12 @@ from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.sources.source import ExpertSource
 from expertd_server.boot.assignment import Assignment, BootError
 from expertd_server.boot.layers import Booted, Stopped
+from expertd_server.residence.background import stand_back
 from expertd_server.residence.residence import Residence
 from expertd_server.updates.sources import alike, require_alike
 
 __all__ = ["Packing"]
 
-_NICE = 10
-"""How far the thread stands back, where it shares cores."""
 
 Take = Callable[[], "tuple[int, Checkpoint] | None"]
 """The next layer that is complete with its source; None: there is none yet."""
@@ -74,8 +71,7 @@ class Packing:
         self.booted.clear()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        stand_back()
         try:
             while len(self.booted) < self.layers:
                 self._wake.wait()
