@@ -1,6 +1,10 @@
 """What tests share: that each of its comparisons can fail."""
 
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from allocated import allocated, needs_mallinfo
@@ -39,6 +43,16 @@ def test_a_thread_that_does_not_wait_is_noticed():
 
 @needs_mallinfo
 def test_memory_that_is_kept_is_counted():
+    """In a process of its own: threads of other tests take and free memory meanwhile."""
+    words = [sys.executable, "-c", "import test_kit; test_kit.keep_and_let_go()"]
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def keep_and_let_go():
     before = allocated()
     kept = [bytearray(5 << 20)]
     assert 5 << 20 <= allocated() - before < 6 << 20
