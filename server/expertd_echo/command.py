@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from expertd_server.commands.extra import complaint
 from expertd_server.config.parsers import argument, whole
 from expertd_server.config.values import Address, Shard
+
+if TYPE_CHECKING:
+    from expertd.common.signals import MainWait
 
 __all__ = ["main"]
 
@@ -90,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     from expertd.common.hostmem import tune_allocator
+    from expertd.common.signals import ended_by_signals
     from expertd_echo.server import serving
     from expertd_server.boot.assignment import BootError
     from expertd_server.commands.serve import as_server
@@ -97,25 +101,25 @@ def _serve(args: argparse.Namespace) -> int:
 
     tune_allocator()
     as_server()
-    over = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: over.set())
-    if args.with_stdin:
-        threading.Thread(target=_wait_for_stdin, args=(over,), daemon=True).start()
     pace, refuse_late = (args.batch_us, args.row_us), args.refuse_late == "yes"
     security = Security(args.tls_cert, args.tls_key, args.tls_client_ca)
     held = args.shard.experts(args.experts)
     sizes = (args.hidden_size, args.max_tokens)
     try:
-        with serving(args.listen, *sizes, pace, refuse_late, args.nonfinite, security, args.experts, held) as address:
+        with (
+            ended_by_signals() as waiting,
+            serving(args.listen, *sizes, pace, refuse_late, args.nonfinite, security, args.experts, held) as address,
+        ):
+            if args.with_stdin:
+                threading.Thread(target=_wait_for_stdin, args=(waiting,), daemon=True).start()
             print(f"serving on {address}", flush=True)
-            over.wait()
+            waiting.wait()
     except BootError as error:
         print(f"{_NAME}: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _wait_for_stdin(over: threading.Event) -> None:
+def _wait_for_stdin(waiting: MainWait) -> None:
     sys.stdin.read()
-    over.set()
+    waiting.ring()

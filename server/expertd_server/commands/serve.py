@@ -10,13 +10,11 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from expertd.common.signals import MainWait, ended_by_signals
 from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
@@ -102,54 +100,35 @@ def serve(config: ServeConfig, console: Console) -> int:
     kernels = KernelsAhead(config.device)  # which imports torch beside this process
     from expertd_server.host.host import Host
 
-    events: SimpleQueue[object] = SimpleQueue()
-    host = Host(config, console, on_fault=events.put, kernels=kernels)
-    host.loaded.add_done_callback(events.put)
-    with _on_signals(lambda: events.put("a signal")), contextlib.closing(host):
-        host.start()
-        events.get()
-        if not host.loaded.done():
-            host.say("stopped while loading")
-            return 0
-        quiet_memory(host)
-        host.ready()
-        host.say(f"serving on {host.address}")
-        events.get()
-        host.say(f"draining: {host.engine.load().queued_requests} requests in flight")
-        done = host.drain(config.grace_s)
-        if host.fault:
-            host.say(f"stopped: {host.fault}; restart the server")
-        elif done:
-            host.say(f"stopped: all {host.engine.admitted} accepted requests were answered")
-        else:
-            grace = f"within the grace time of {config.grace_s:g} s (--grace-s)"
-            host.say(f"stopped: not all accepted requests were answered {grace}")
-        if host.fault:
-            return LOST
-        return 0 if done else 1
+    with ended_by_signals() as waiting:
+        host = Host(config, console, on_fault=waiting.ring, kernels=kernels)
+        host.loaded.add_done_callback(waiting.ring)
+        with contextlib.closing(host):
+            return _serve(host, waiting)
 
 
-@contextlib.contextmanager
-def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """The first SIGTERM or SIGINT calls stop(); the second ends the process at once, as if nobody had handled it."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-
-    def end(number: int, _: object) -> None:
-        log.critical("second signal: ending at once")
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    def begin(*_: object) -> None:
-        for n in numbers:
-            signal.signal(n, end)
-        stop()
-
-    before = [signal.signal(n, begin) for n in numbers]
-    try:
-        yield
-    finally:
-        for n, handler in zip(numbers, before, strict=True):
-            signal.signal(n, handler)
+def _serve(host: Host, waiting: MainWait) -> int:
+    host.start()
+    waiting.wait()
+    if not host.loaded.done():
+        host.say("stopped while loading")
+        return 0
+    quiet_memory(host)
+    host.ready()
+    host.say(f"serving on {host.address}")
+    waiting.wait()
+    host.say(f"draining: {host.engine.load().queued_requests} requests in flight; a second signal ends at once")
+    done = host.drain(host.config.grace_s)
+    if host.fault:
+        host.say(f"stopped: {host.fault}; restart the server")
+    elif done:
+        host.say(f"stopped: all {host.engine.admitted} accepted requests were answered")
+    else:
+        grace = f"within the grace time of {host.config.grace_s:g} s (--grace-s)"
+        host.say(f"stopped: not all accepted requests were answered {grace}")
+    if host.fault:
+        return LOST
+    return 0 if done else 1
 
 
 def quiet_memory(host: Host) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,6 +22,8 @@ from expertd_client.clients.client import ExpertClient
 __all__ = ["BOOT_S", "ServerProcess", "Stampede"]
 
 BOOT_S = 120.0
+_END_S = 60.0
+_LAST_LINES = 400
 
 
 class ServerProcess:
@@ -45,6 +48,7 @@ class ServerProcess:
         self._process: subprocess.Popen[str] | None = None
         self._serving: Future[str] = Future()
         self._lines: list[str] = []
+        self._last: deque[str] = deque(maxlen=_LAST_LINES)
 
     def start(self, *more: str) -> None:
         """Starts it, and does not wait; more: options besides."""
@@ -55,7 +59,8 @@ class ServerProcess:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         self._process, self._serving, self._lines = process, Future(), []
-        log = (process, self._serving, self._lines)
+        self._last.clear()
+        log = (process, self._serving, self._lines, self._last)
         threading.Thread(target=_read, args=log, name="expertd-log", daemon=True).start()
 
     @property
@@ -105,7 +110,7 @@ class ServerProcess:
         return self._lines[-1].strip() if self._serving.exception(BOOT_S) is not None and self._lines else ""
 
     def end(self) -> int:
-        """SIGTERM, and waits: the exit code."""
+        """SIGTERM, and waits: the exit code.  Raises UnavailableError with its stacks where it does not end."""
         self._send(signal.SIGTERM)
         return self._wait()
 
@@ -114,7 +119,16 @@ class ServerProcess:
             self._process.send_signal(number)
 
     def _wait(self) -> int:
-        return self._process.wait(60) if self._process is not None else 0
+        if self._process is None:
+            return 0
+        try:
+            return self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGUSR1)  # it prints what its threads do
+            time.sleep(1)
+            raise UnavailableError(
+                f"server of the benchmark: runs {_END_S:g} s after it was to end; its log: {''.join(self._last)}"
+            ) from None
 
     def __enter__(self) -> ServerProcess:
         self.start()
@@ -159,11 +173,13 @@ class Stampede:
         self.kill()
 
 
-def _read(process: subprocess.Popen[str], serving: Future[str], lines: list[str]) -> None:
-    """Its log, which must be read so that it can be written; lines are kept until it serves."""
+def _read(process: subprocess.Popen[str], serving: Future[str], lines: list[str], last: deque[str]) -> None:
+    """Its log, which must be read so that it can be written; lines: until it serves; last: of all its
+    life."""
     assert process.stdout is not None
     with process.stdout:
         for line in process.stdout:
+            last.append(line)
             if serving.done():
                 continue
             lines.append(line)
