@@ -3,6 +3,8 @@ TCP, and with every text of the table."""
 
 import re
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from core_library import needs_core
 from in_process import hosts
 from tcp_kit import Twin
+from waiting import until
 
 from expertd.errors import TABLE
 from expertd.shm.client import Client
@@ -71,9 +74,10 @@ class Shm:
         self._sock.sendall(token.encode())
         self._client = Client(Region.receive(self._sock))
 
-    def refused(self, data):
+    def refused(self, data, once_sent=lambda: None):
         s, answer = self._submission(pb.StreamForwardRequest.FromString(data).forward), Completion()
         ticket = self._client.submit(s)
+        once_sent()
         assert self._client.wait(ticket, answer, 20 * 10**9)
         self._client.release(ticket)
         for block in filter(None, (s.hidden, s.ids, s.weights, s.out, s.scales)):
@@ -110,10 +114,7 @@ class Shm:
 
 @pytest.fixture(scope="module")
 def transports():
-    options = {
-        "synthetic": "tiny:int4_g128", "max_tokens": MOST, "tcp_listen": Address("127.0.0.1", 0), "nonfinite": "refuse",
-    }  # fmt: skip
-    with hosts(**options) as serve:
+    with hosts(**OPTIONS, nonfinite="refuse") as serve:
         host = serve()
         found = {"grpc": Grpc(host), "shm": Shm(host), "tcp": Tcp(host)}
         yield found
@@ -247,7 +248,9 @@ ON_GRPC = {
 """What the stream alone carries: TCP refuses them for that."""
 ELSEWHERE = {
     *("malformed", "no_kind", "duplicate_request_id", "too_many_in_flight", "unread_bytes", "not_over_tcp"),
-    *("values_not_over_tcp", "e4m3_on_device", "offsets", "offsets_on_device"),
+    *("values_not_over_tcp", "e4m3_on_device", "offsets", "offsets_on_device", "number_unprepared"),
+    *("number_of_prepared", "draining", "came_late", "would_be_late", "queue_full", "no_memory", "cancelled"),
+    *("overtaken", "expired"),
 }
 """Texts that are no request's content: see the tests below and those of each transport."""
 
@@ -281,6 +284,39 @@ def test_every_text_of_the_table_is_here_or_named_as_another_tests():
     here = {name.split()[0] for name in (*EVERYWHERE, *MESSAGES, *ON_GRPC)}
     assert here | ELSEWHERE == set(TEXTS)
     assert not here & ELSEWHERE
+
+
+OPTIONS = {"synthetic": "tiny:int4_g128", "max_tokens": MOST, "tcp_listen": Address("127.0.0.1", 0)}
+
+
+def test_a_full_queue_and_a_drain_are_told_alike():
+    gate, held = threading.Event(), threading.Event()
+
+    def hold():
+        held.set()
+        assert gate.wait(60)
+
+    with hosts(**OPTIONS, max_queue_requests=1) as serve, ThreadPoolExecutor(1) as pool:
+        host = serve()
+        found = {"grpc": Grpc(host), "shm": Shm(host), "tcp": Tcp(host)}
+        holding = pool.submit(host.engine.between, hold)
+        held.wait()
+        call = grpc.insecure_channel(host.address).stream_stream("/expertd.v1.ExpertService/StreamForward")
+        first = call(iter([message(B)]))
+        until(lambda: host.engine.load().queued_requests == 1)
+        said = {name: found[name].refused(message(B)) for name in ("grpc", "tcp")}
+        said["shm"] = found["shm"].refused(message(B), once_sent=gate.set)
+        for transport, told in said.items():
+            assert is_text("queue_full", told), (transport, told)
+            assert "got 1 requests waiting" in told[3]
+        assert pb.StreamForwardResponse.FromString(next(first)).WhichOneof("kind") == "forward"
+        holding.result()
+        host.engine.drain()
+        said = [found[name].refused(message(B)) for name in ("shm", "tcp")]  # it ends gRPC's streams
+        assert is_text("draining", said[0])
+        assert said[0] == said[1]
+        for transport in found.values():
+            transport.close()
 
 
 @pytest.mark.parametrize("name", ON_GRPC)

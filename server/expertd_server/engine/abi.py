@@ -6,6 +6,7 @@ import ctypes as C
 from typing import Any
 
 from expertd.common.bounds import MAX_RANK
+from expertd.errors import TABLE, ExpertdError
 from expertd_server.engine.refusal_texts import REASONS
 from expertd_server.engine.report import WAIT_BOUNDS_NS
 
@@ -143,8 +144,13 @@ class Outcome(C.Structure):
             "u64: handle posted_ns weights_version; u32: reason routes_computed queue_ns collect_ns kernel_ns"
             " deliver_ns batch_tokens batch_requests backend retry_after_us session_gone"
         ),
-        ("text", C.c_char * 164),
+        ("text", C.c_char * 228),
     ]
+
+    def error(self) -> ExpertdError:
+        """Of one that was refused."""
+        text: bytes = self.text
+        return TABLE[REASONS[self.reason]](text.decode(errors="replace"), retry_after_us=self.retry_after_us)
 
 
 class LayerFacts(C.Structure):

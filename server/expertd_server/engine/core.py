@@ -156,7 +156,7 @@ def library() -> C.CDLL:
     quick.expertd_message_answer.restype = None
     quick.expertd_message_answer.argtypes = (p, C.c_char_p, u64, p)
     lib.expertd_message_submit.restype = u32
-    lib.expertd_message_submit.argtypes = (p, p, C.c_char_p, C.c_char_p, u32, u64, u64, p, p, p)
+    lib.expertd_message_submit.argtypes = (p, p, C.c_char_p, C.c_char_p, u32, u64, u64, p, p)
     for name in ("expertd_message_look", "expertd_message_answer"):
         setattr(lib, name, getattr(quick, name))
     connections: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
@@ -215,21 +215,21 @@ class Core:
     def fail_all(self, reason: str, text: str) -> None:
         self._lib.expertd_core_fail_all(self._core, REASONS.index(reason), text.encode())
 
-    def submit(self, request: Forward) -> tuple[int, str, int]:
-        """(handle, reason of a refusal or "", retry_after_us)."""
-        handle, retry = C.c_uint64(), C.c_uint32()
-        reason = self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(retry))
-        return handle.value, REASONS[reason], retry.value
+    def submit(self, request: Forward) -> int:
+        """Its handle.  Raises the error that refuses it."""
+        handle, why = C.c_uint64(), Outcome()
+        if self._lib.expertd_core_submit(self._core, C.byref(request), C.byref(handle), C.byref(why)):
+            raise why.error()
+        return handle.value
 
     def answer_message(self, answer: bytes, outcome: Outcome) -> None:
         """Write what `answer` lacks of a request that is computed."""
         self._lib.expertd_message_answer(self._core, answer, len(answer), C.addressof(outcome))
 
-    def admits(self, request: Forward) -> tuple[str, int]:
-        """(reason why not or "", retry_after_us): what submit() would say now; addresses are of no interest."""
-        retry = C.c_uint32()
-        reason = self._lib.expertd_core_admits(self._core, C.byref(request), C.byref(retry))
-        return REASONS[reason], retry.value
+    def admits(self, request: Forward) -> ExpertdError | None:
+        """What submit() would raise now; addresses are of no interest."""
+        why = Outcome()
+        return why.error() if self._lib.expertd_core_admits(self._core, C.byref(request), C.byref(why)) else None
 
     def check(self, request: RequestFacts) -> None:
         """Raises the error that refuses it, for its layer as it is held now."""

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from expertd.errors import TABLE, DeadlineExceededError, ExpertdError
+from expertd.errors import ExpertdError
 from expertd_server.engine import core as c
 from expertd_server.engine.convert import digest
 from expertd_server.engine.known import BatchTally, KnownLayers
-from expertd_server.engine.outcome import dead_outcome, hand_over, reply
+from expertd_server.engine.outcome import hand_over, reply
+from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import RequestReport, stages_of
 from expertd_server.engine.request import Answer, Array, EngineRequest, Stages
 
@@ -78,15 +79,11 @@ class Delivery:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def submit(self, f: c.Forward, r: EngineRequest, out: Array, operands: tuple[Any, ...]) -> tuple[str, int]:
-        """Give a request to the core.  The reason why it is refused, "" = it is not, and after how many us to ask
-        again."""
+    def submit(self, f: c.Forward, r: EngineRequest, out: Array, operands: tuple[Any, ...]) -> None:
+        """Give a request to the core.  Raises the error that refuses it."""
         with self.lock:  # the outcome may come before the handle is written down
-            handle, reason, after_us = self._core.submit(f)
-            if not reason:
-                r.handle, r.on_cancel = handle, self._cancel
-                self._waiting[handle] = Waiting(r, out, operands)
-        return reason, after_us
+            r.handle, r.on_cancel = self._core.submit(f), self._cancel
+            self._waiting[r.handle] = Waiting(r, out, operands)
 
     def wait_for(self, handle: int, r: EngineRequest, data: bytes, answer: bytes) -> None:
         """`r`, which the message `data` holds, was given to the core under `lock`."""
@@ -170,10 +167,7 @@ class Delivery:
             reply(r, self._answer(o, r, out))
 
     def _error(self, o: c.Outcome, r: EngineRequest) -> ExpertdError:
-        reason = c.REASONS[o.reason]
-        if r.cancelled or reason == DeadlineExceededError.reason:
-            return dead_outcome(r)
-        return TABLE[reason](o.text.decode(errors="replace"), retry_after_us=o.retry_after_us)
+        return refusal("cancelled") if r.cancelled else o.error()
 
     def _answer(self, o: c.Outcome, r: EngineRequest, out: Array) -> Answer:
         start = time.perf_counter_ns()

@@ -19,7 +19,6 @@ import torch
 from expertd.codec import ForwardHead
 from expertd.common.dtypes import DTYPE_NUMBER
 from expertd.errors import (
-    TABLE,
     DeadlineExceededError,
     DrainingError,
     ExpertdError,
@@ -28,7 +27,7 @@ from expertd.errors import (
 )
 from expertd_kernels.common.protocol import ExpertsLostError
 from expertd_server.engine import core as c
-from expertd_server.engine.admission import Amount, Queue, QueueLimits, State, admit, overloaded, shut, too_late
+from expertd_server.engine.admission import QueueLimits, State, shut
 from expertd_server.engine.delivery import Delivery, Waiting
 from expertd_server.engine.executor import Executor
 from expertd_server.engine.executors import executor_of
@@ -237,9 +236,8 @@ class Engine(Worker):
             caller=self._caller(r.caller),
             router_weight_on_input=r.router_weight_on_input,
         )
-        reason, after_us = self._core.admits(f)
-        if reason:
-            raise self._refusal(reason, r, after_us)
+        if refused := self._core.admits(f):
+            raise refused
 
     def hopeless(self, head: ForwardHead, caller: str, deadline_ns: int) -> ExpertdError | None:
         """Why a request of which no more is known would not be taken now, for the time that it has; None: it may be."""
@@ -250,13 +248,11 @@ class Engine(Worker):
             top_k=head.top_k,
             caller=self._caller(caller),
         )
-        reason, after_us = self._core.admits(f)
-        if reason == OverloadedError.reason:
-            return overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
-        return too_late() if reason == DeadlineExceededError.reason else None
+        refused = self._core.admits(f)
+        return refused if isinstance(refused, OverloadedError | DeadlineExceededError) else None
 
     def submit(self, r: EngineRequest) -> None:
-        """Put `r` into its queue.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or what admit() says."""
+        """Put `r` into its queue.  Raises LayerNotHeldError, WeightsVersionNotHeldError, or the core's refusal."""
         closed = shut(self.state)
         if closed is not None:
             raise closed
@@ -287,9 +283,7 @@ class Engine(Worker):
             out_dtype=DTYPE_NUMBER[r.output_dtype],
             router_weight_on_input=r.router_weight_on_input,
         )
-        reason, after_us = self.delivery.submit(f, r, out, operands)
-        if reason:
-            raise self._refusal(reason, r, after_us)
+        self.delivery.submit(f, r, out, operands)
 
     def load(self) -> LoadNow:
         """How busy it is."""
@@ -374,17 +368,6 @@ class Engine(Worker):
                 self._callers.clear()
             number = self._callers[name] = next(self._numbers)
         return number
-
-    def _refusal(self, reason: str, r: EngineRequest, after_us: int) -> ExpertdError:
-        """With the words of admission.py, from the same facts."""
-        if reason == OverloadedError.reason:
-            return overloaded(r.deadline_ns, time.monotonic_ns(), 1000 * after_us)
-        token_ns = self._core.load().token_ns
-        waits = self._core.waiting(self._caller(r.caller))
-        all_, own = (Amount(w.requests, w.tokens, w.routes, w.bytes) for w in waits)
-        queue = Queue(self.state, all_, own, token_ns)
-        found = admit(queue, r, time.monotonic_ns(), self._limits)
-        return found if found is not None and found.reason == reason else TABLE[reason](f"queue: {reason}")
 
     # ---- the core's thread -------------------------------------------------------------------------------------------
 

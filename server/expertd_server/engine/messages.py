@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes as C
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from expertd.common.dtypes import DTYPE_NAME
-from expertd.errors import TABLE, DeadlineExceededError, OverloadedError
-from expertd_server.engine.admission import overloaded, too_late
-from expertd_server.engine.core import REASONS, Core, InlineMessage, Outcome, library
+from expertd_server.engine.core import Core, InlineMessage, Outcome, library
 from expertd_server.engine.delivery import Delivery
 from expertd_server.engine.request import EngineRequest, Operand, Reply
 from expertd_server.engine.served import ServedLayer
@@ -72,8 +69,8 @@ class Messages:
         self._core, self._delivery, self._number_of = core, delivery, number_of
         self._submit = library().expertd_message_submit
         # While delivery.lock is held:
-        self._handle, self._after_us, self._outcome = C.c_uint64(), C.c_uint32(), Outcome()
-        self._out = tuple(map(C.addressof, (self._handle, self._after_us, self._outcome)))
+        self._handle, self._outcome = C.c_uint64(), Outcome()
+        self._out = tuple(map(C.addressof, (self._handle, self._outcome)))
 
     def looked(self) -> Looked:
         """For one thread."""
@@ -87,30 +84,21 @@ class Messages:
         begun_ns: int,
         deadline_ns: int,
         under_way: Callable[[], EngineRequest],
-    ) -> bytes | bool:
+    ) -> bytes | None:
         """Put the request that `data` holds, and that was `looked` at, into its queue: between two sleeps every
         function is run out of cold caches, so this is one.
 
-        The answer, where it is there at once.  True: its EngineRequest, which under_way() makes, will be told.  False:
-        it is refused, for a reason that submit() of the engine tells.  Raises the row that refuses it for want of time,
-        or for what its batch found at once."""
+        The answer, where it is there at once.  None: its EngineRequest, which under_way() makes, will be told.  Raises
+        the error that refuses it."""
         answer = _new_bytes(None, looked.message.answer_bytes)
         number, delivery, outcome = self._number_of(caller), self._delivery, self._outcome
         with delivery.lock:
-            reason = self._submit(
+            refused = self._submit(
                 self._core.address, looked.address, data, answer, number, begun_ns, deadline_ns, *self._out
             )
-            if not reason:
-                if not outcome.handle:
-                    delivery.wait_for(self._handle.value, under_way(), data, answer)
-                    return True
-                if not outcome.reason:
-                    return answer
-                error = TABLE[REASONS[outcome.reason]]
-                raise error(outcome.text.decode(errors="replace"), retry_after_us=outcome.retry_after_us)
-            after_us = self._after_us.value
-        if REASONS[reason] == OverloadedError.reason:
-            raise overloaded(deadline_ns, time.monotonic_ns(), 1000 * after_us)
-        if REASONS[reason] == DeadlineExceededError.reason:
-            raise too_late()
-        return False
+            if not refused and not outcome.handle:
+                delivery.wait_for(self._handle.value, under_way(), data, answer)
+                return None
+            if not refused and not outcome.reason:
+                return answer
+            raise outcome.error()

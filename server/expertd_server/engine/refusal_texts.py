@@ -1,5 +1,4 @@
-"""The texts with which checks refuse requests: one table for all transports, in Python and in C++.  Texts of admission
-(queue full, too late, draining) are in admission.py, csrc/intake.cpp and csrc/tcp_requests.cpp.
+"""The texts that refuse requests, of checks and of admission: one table for all transports, in Python and in C++.
 
 Each entry names an error of `expertd.errors` and its text with the values that it tells.  The core reads the table as
 `csrc/refusal_texts.h`, which `python -m expertd_server.engine.refusal_texts` writes; a test compares the two.
@@ -186,6 +185,42 @@ TEXTS: dict[str, RefusalText] = {
     "offsets_on_device": RefusalText(
         e.MalformedMessageError,
         "tensors: got offsets in a device's memory, want a session that has such memory, and a forward",
+    ),
+    "number_unprepared": RefusalText(
+        e.MalformedMessageError, "call: got a number under which nothing was prepared, want one that was"
+    ),
+    "number_of_prepared": RefusalText(
+        e.MalformedMessageError, "number of a prepared request: got {number}, want 1 to {most}"
+    ),
+    # admission
+    "draining": RefusalText(e.DrainingError, "server: it drains and takes no new requests; ask another replica"),
+    "came_late": RefusalText(
+        e.DeadlineExceededError, "request: its deadline had passed when it came; want time left to compute it"
+    ),
+    "would_be_late": RefusalText(
+        e.OverloadedError,
+        "request: got {left} ms left of its time, want {want}, with what runs and waits before it; try again after"
+        " retry_after_us, or another replica",
+    ),
+    "queue_full": RefusalText(
+        e.QueueFullError,
+        "queue: got {all} {unit} waiting, {own} of them this caller's, and {more} more, want at most {most} of one"
+        " caller, and room for others; try again after retry_after_us, or another replica",
+    ),
+    "no_memory": RefusalText(
+        e.QueueFullError, "output: got no memory for {bytes} bytes; try again later, or another replica"
+    ),
+    # in the queue
+    "cancelled": RefusalText(e.RequestCancelledError, "request: cancelled by its caller"),
+    "overtaken": RefusalText(
+        e.OverloadedError,
+        "request: got {left} us left of its time, want more: what was before it took longer than expected; try"
+        " another replica",
+    ),
+    "expired": RefusalText(
+        e.DeadlineExceededError,
+        "request: its deadline passed while it waited {waited} ms in the queue; want a longer timeout, or another"
+        " replica",
     ),
     # elements, which the batch looks at
     "expert_id": RefusalText(

@@ -161,10 +161,8 @@ class ClientConnection:
                 self._pressed_until_ns = arrival_ns + _PRESSED_NS
             self.refuse(e, number)
             return True
-        if not isinstance(taken, bytes):
-            if not taken:
-                service.give_back(nbytes)
-            return taken
+        if taken is None:
+            return True
         with self._lock:
             closed = self._closed
             if not closed:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from waiting import until
 
+from expertd.errors import ExpertdError
 from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
@@ -118,8 +119,10 @@ class Bench:
             out_dtype=NUMBER[out_dtype], **more,
         )  # fmt: skip
         self._keep.append((x, ids, w, out, scales))
-        handle, reason, _ = self.core.submit(f)
-        return handle, reason, out
+        try:
+            return self.core.submit(f), "", out
+        except ExpertdError as refused:
+            return 0, refused.reason, out
 
     def hold(self, *request, **more):
         """forward(), whose batch has begun and ends when may_run is set: what comes after it waits."""

@@ -12,9 +12,8 @@ import pytest
 from session_kit import IN_FLIGHT, TOKENS, H, K, Peer, Slot, busy, counted
 
 from expertd.codec import TensorView, encode_stream_request
-from expertd.errors import DrainingError, InternalError
+from expertd.errors import DrainingError, InternalError, OverloadedError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_server.engine.admission import overloaded
 
 
 def test_the_engine_knows_who_asks(service, monkeypatch):
@@ -32,7 +31,7 @@ def test_under_pressure_a_request_without_time_is_refused_before_it_is_read(serv
 
     def hopeless(head, caller, deadline_ns):
         asked.append((head.tokens, head.top_k, caller, deadline_ns))
-        return overloaded(deadline_ns, 0, 5000.0) if head.layer == 0 else None
+        return OverloadedError("too late", retry_after_us=5) if head.layer == 0 else None
 
     monkeypatch.setattr(service.engine, "hopeless", hopeless)
     peer, now = Peer(service), time.monotonic_ns()

@@ -20,12 +20,19 @@ struct Account {
   uint64_t served = 0;  // routes; the core's thread alone
 };
 
+// The limit of a caller that a request goes beyond: what waits of all callers and of its own, and what it brings.
+struct Shortage {
+  const char* unit = nullptr;  // null = there is none
+  uint64_t all = 0, own = 0, more = 0, most = 0;
+};
+
 // What was said to a request that came.  account: what it is counted for until leave(), where reason is kComputed.
 struct Verdict {
   uint32_t reason = kComputed;  // or kDeadlineExceeded, kQueueFull, kOverloaded
   Account* account = nullptr;
   uint64_t foreseen_ns = 0;  // when it is expected to be computed; 0 = not known
   uint64_t late_ns = 0;      // of kOverloaded: how long after its deadline its answer may come
+  Shortage shortage;         // of kQueueFull
 };
 
 class Accounts {
@@ -40,7 +47,8 @@ class Accounts {
     const Waiting more{1, f.tokens, routes_of(f), f.bytes};
     const auto found = of_.find(f.caller);
     const Waiting own = found == of_.end() ? Waiting{} : found->second.waiting;
-    if (all_.requests && !fits(own, more)) return v.reason = kQueueFull, v;
+    if (all_.requests) v.shortage = shortage(own, more);
+    if (v.shortage.unit) return v.reason = kQueueFull, v;
     if (config_.refuse_late && f.deadline_ns) {
       const Foreseen seen = forecast_.foresee(now, f.layer, line_of(f), f.tokens, f.top_k, f.deadline_ns, own.routes,
                                               callers_ + !own.requests, all_.routes);
@@ -141,12 +149,15 @@ class Accounts {
 
   static uint32_t line_of(const Forward& f) { return f.router_weight_on_input ? 1 : 0; }
 
-  bool fits(const Waiting& own, const Waiting& more) const {
+  Shortage shortage(const Waiting& own, const Waiting& more) const {
     const Config& c = config_;
-    return fits(own.requests, all_.requests, more.requests, c.max_queue_requests) &&
-           fits(own.tokens, all_.tokens, more.tokens, c.max_queue_tokens) &&
-           fits(own.routes, all_.routes, more.routes, c.max_queue_routes) &&
-           fits(own.bytes, all_.bytes, more.bytes, c.max_queue_bytes);
+    const Shortage limits[] = {{"requests", all_.requests, own.requests, more.requests, c.max_queue_requests},
+                               {"tokens", all_.tokens, own.tokens, more.tokens, c.max_queue_tokens},
+                               {"routes", all_.routes, own.routes, more.routes, c.max_queue_routes},
+                               {"bytes", all_.bytes, own.bytes, more.bytes, c.max_queue_bytes}};
+    for (const Shortage& s : limits)
+      if (!fits(s.own, s.all, s.more, s.most)) return s;
+    return {};
   }
 
   static void add(Waiting* to, const Waiting& n) {

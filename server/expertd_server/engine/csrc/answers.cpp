@@ -129,27 +129,22 @@ void Answers::answer(Item* item, const BatchSlot* batch_slot, uint32_t routes, u
   give_back(item);
 }
 
-void Answers::refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...) {
-  if (item->f.traced()) trace(item, nullptr, reason, 0);
-  va_list arguments;
-  va_start(arguments, format);
+void Answers::refuse(Item* item, const Refusal& why) {
+  if (item->f.traced()) trace(item, nullptr, why.reason, 0);
   if (item->connection) {
     auto& c = item->called ? item->connection->open_call(true) : item->connection->open(item->id);
     c.refused = 1;
-    c.retry_after_us = retry_after_us;
-    snprintf(c.name, sizeof c.name, "%s", kReasonNames[reason]);
-    vsnprintf(c.text, sizeof c.text, format, arguments);
-    count(reason);
+    c.retry_after_us = why.retry_after_us;
+    snprintf(c.name, sizeof c.name, "%s", kReasonNames[why.reason]);
+    snprintf(c.text, sizeof c.text, "%s", why.text.c_str());
+    count(why.reason);
     publish(item, c, true);
   } else {
     Outcome o{};
     o.handle = item->handle;
-    o.reason = reason;
-    o.retry_after_us = retry_after_us;
-    vsnprintf(o.text, sizeof o.text, format, arguments);
+    put(why, &o);
     post(item, o);
   }
-  va_end(arguments);
   give_back(item);
 }
 
@@ -193,8 +188,6 @@ void Answers::delivered(uint32_t deliver_ns) {
   for (TraceRecord& t : held_traces_)
     if (t.batch_requests && !t.deliver_ns) t.deliver_ns = deliver_ns;
 }
-
-void Answers::refuse(Item* item, const Refusal& why) { refuse(item, why.reason, 0, "%s", why.text.c_str()); }
 
 void Answers::refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad) {
   char got[40] = "another number";  // its memory is a device's, or says otherwise now

@@ -47,8 +47,6 @@ class Answers {
   void give_back(Item* item) { pool_.push_back(item); }
   // The item is given back by both.
   void answer(Item* item, const BatchSlot* batch_slot, uint32_t routes, uint64_t waited_ns);
-  void refuse(Item* item, uint32_t reason, uint32_t retry_after_us, const char* format, ...)
-      __attribute__((format(printf, 5, 6)));
   void refuse(Item* item, const Refusal& why);
   void refuse_bad(Item* item, const LayerFacts& layer, const Bad& bad);
   void session_gone(uint64_t handle);

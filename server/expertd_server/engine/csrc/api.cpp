@@ -29,10 +29,17 @@ API uint32_t expertd_core_run(Core* c, Run* out) { return c->run(out); }
 API void expertd_core_done(Core* c, uint32_t batch_slot, uint64_t kernel_ns, const char* text) { c->done(batch_slot, kernel_ns, text); }
 API void expertd_core_launched(Core* c, uint32_t batch_slot) { c->launched(batch_slot); }
 API void expertd_core_fail_all(Core* c, uint32_t reason, const char* text) { c->fail_all(reason, text); }
-API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, uint32_t* retry_after_us) {
-  return c->submit(*f, handle, retry_after_us);
+// why: its reason, text and retry_after_us.
+API uint32_t expertd_core_submit(Core* c, const Forward* f, uint64_t* handle, Outcome* why) {
+  const Refusal refused = c->submit(*f, handle);
+  if (refused) put(refused, why);
+  return refused.reason;
 }
-API uint32_t expertd_core_admits(Core* c, const Forward* f, uint32_t* retry_after_us) { return c->admits(*f, retry_after_us); }
+API uint32_t expertd_core_admits(Core* c, const Forward* f, Outcome* why) {
+  const Refusal refused = c->admits(*f);
+  if (refused) put(refused, why);
+  return refused.reason;
+}
 // text: of `size` bytes, why not.
 API uint32_t expertd_core_check(Core* c, const RequestFacts* request, char* text, uint32_t size) {
   const Refusal bad = c->check(*request);

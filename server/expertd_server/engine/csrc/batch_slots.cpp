@@ -168,7 +168,7 @@ void Core::fail(BatchSlot* batch_slot, uint32_t reason, const char* text) {
   r.failed = 1;
   for (Item* item : batch_slot->items) {
     busy_.end(item->f.tokens);
-    answers_.refuse(item, reason, 0, "%s", text);
+    answers_.refuse(item, {reason, text});
   }
   leave(batch_slot, r);
 }

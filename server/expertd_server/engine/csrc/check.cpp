@@ -138,6 +138,12 @@ std::string value_text(double v) {
   return text;
 }
 
+std::string tenths(double v) {
+  char text[40];
+  snprintf(text, sizeof text, "%.1f", v);
+  return text;
+}
+
 std::string fill(const char* text, std::initializer_list<std::string> values) {
   std::string out;
   auto next = values.begin();

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <initializer_list>
 #include <string>
 
 #include "core.h"
@@ -47,9 +49,17 @@ struct RequestFacts {
 struct Refusal {
   uint32_t reason = 0;
   std::string text;
+  uint32_t retry_after_us = 0;  // 0 = waiting is no remedy
 
   explicit operator bool() const { return reason != 0; }
 };
+
+// What is refused, as an outcome.
+inline void put(const Refusal& why, Outcome* o) {
+  o->reason = why.reason;
+  o->retry_after_us = why.retry_after_us;
+  snprintf(o->text, sizeof o->text, "%s", why.text.c_str());
+}
 
 // The refusal of one check.  values: as many as its text tells, numbers or strings.
 template <Text kText, class... Values>
@@ -76,6 +86,9 @@ std::string value_text(Number v) {
   return std::to_string(v);
 }
 
+// With one digit behind the point.
+std::string tenths(double v);
+
 // `text` with each pair of braces replaced by the next value.
 std::string fill(const char* text, std::initializer_list<std::string> values);
 
@@ -83,7 +96,7 @@ template <Text kText, class... Values>
 Refusal refusal(const Values&... values) {
   constexpr const RefusalText& row = kRefusalTexts[uint32_t(kText)];
   static_assert(row.values == sizeof...(values), "the text tells other values");
-  return {row.reason, fill(row.text, {value_text(values)...})};
+  return {row.reason, fill(row.text, {value_text(values)...}), 0};
 }
 
 }  // namespace expertd

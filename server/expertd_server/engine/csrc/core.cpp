@@ -55,13 +55,12 @@ void Core::watch(int fd) {
 
 // ---- any thread ------------------------------------------------------------------------------------------------------
 
-uint32_t Core::submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work, Outcome* at_once) {
+Refusal Core::submit(const Forward& f, uint64_t* handle, Work* work, Outcome* at_once) {
   Verdict v = announce(f, handle, work);
   if (v.reason == kQueueFull && sweep()) v = announce(f, handle, work);
-  *retry_after_us = advice_us(v);
-  if (v.reason) return v.reason;
+  if (v.reason) return refusal_of(v, f, now_ns());
   if (!compute_here(f, *handle, at_once)) wake();
-  return kComputed;
+  return {};
 }
 
 // Admits `f` and puts it into the inbox, unless the verdict says why not.
@@ -85,15 +84,36 @@ Verdict Core::announce(const Forward& f, uint64_t* handle, Work* work) {
   return v;
 }
 
-uint32_t Core::admits(const Forward& f, uint32_t* retry_after_us) {
-  const Verdict v = accounts_.enter(f, now_ns(), true);
-  *retry_after_us = advice_us(v);
-  return v.reason;
+Refusal Core::admits(const Forward& f) {
+  const uint64_t now = now_ns();
+  return refusal_of(accounts_.enter(f, now, true), f, now);
 }
 
-uint32_t Core::advice_us(const Verdict& v) const {
-  if (v.reason == kQueueFull) return busy_.retry_after_us();
-  return v.reason == kOverloaded ? uint32_t(std::clamp<uint64_t>(v.late_ns / 1000, 1, 1000000000)) : 0;
+Refusal Core::refusal_of(const Verdict& v, const Forward& f, uint64_t now) const {
+  constexpr uint64_t kLongestUs = 1000000000;
+  Refusal why;
+  switch (v.reason) {
+    case kComputed:
+      break;
+    case kDraining:
+      why = refusal<Text::draining>();
+      break;
+    case kDeadlineExceeded:
+      why = refusal<Text::came_late>();
+      break;
+    case kOverloaded: {
+      const double left_ms = (double(f.deadline_ns) - double(now)) * 1e-6;
+      why = refusal<Text::would_be_late>(tenths(left_ms), tenths(left_ms + double(v.late_ns) * 1e-6));
+      why.retry_after_us = uint32_t(std::clamp<uint64_t>(v.late_ns / 1000, 1, kLongestUs));
+      break;
+    }
+    default: {
+      const Shortage& s = v.shortage;
+      why = refusal<Text::queue_full>(s.all, s.unit, s.own, s.more, s.most);
+      why.retry_after_us = busy_.retry_after_us();
+    }
+  }
+  return why;
 }
 
 void Core::went_out(uint64_t ns) {
@@ -371,15 +391,11 @@ void Core::drop(Item* item, const Layer& layer, uint64_t now) {
     accounts_.forecast([&](Forecast& fc) { fc.dropped(now, *layer.work, f.tokens, f.top_k, item->foreseen_ns); });
   unqueue(item);
   busy_.leave(f.tokens);
-  if (f.deadline_ns > now && !item->cancelled) {
-    const uint64_t left_us = (f.deadline_ns - now) / 1000;
-    return answers_.refuse(item, kOverloaded, 1,
-                           "request: got %llu us left of its time, want more: what was before it took longer than expected;"
-                           " try another replica",
-                           static_cast<unsigned long long>(left_us));
-  }
-  answers_.refuse(item, kDeadlineExceeded, 0,
-                  "request: its deadline passed while it waited; want a longer timeout or another replica");
+  if (item->cancelled) return answers_.refuse(item, refusal<Text::cancelled>());
+  if (f.deadline_ns <= now) return answers_.refuse(item, refusal<Text::expired>(tenths(double(now - f.arrival_ns) * 1e-6)));
+  Refusal overtaken = refusal<Text::overtaken>((f.deadline_ns - now) / 1000);
+  overtaken.retry_after_us = 1;
+  answers_.refuse(item, overtaken);
 }
 
 void Core::fail_all(uint32_t reason, const char* text) {
@@ -392,7 +408,7 @@ void Core::fail_all(uint32_t reason, const char* text) {
       for (Item* item : queue) {
         unqueue(item);
         busy_.leave(item->f.tokens);
-        answers_.refuse(item, reason, 0, "%s", text);
+        answers_.refuse(item, {reason, text});
       }
       queue.clear();
     }

@@ -111,7 +111,7 @@ struct Outcome {
   uint32_t backend;
   uint32_t retry_after_us;
   uint32_t session_gone;
-  char text[164];  // why it is refused; the backend of one that is computed and asks for it (Forward::named)
+  char text[228];  // why it is refused; the backend of one that is computed and asks for it (Forward::named)
 };
 
 // A batch for the experts of a layer on a CPU: expertd_call of kernels/expertd_kernels/native/csrc/abi.h.

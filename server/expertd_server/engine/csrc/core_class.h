@@ -59,12 +59,11 @@ class Core {
   ~Core();
 
   // ---- any thread
-  // Why not, or kComputed: then *handle names the request until its outcome.
+  // Why not; where nothing is wrong, *handle names the request until its outcome.
   // work: who gets the outcome, null = outcomes().  at_once: it goes there, with its handle, if it is there on return.
-  uint32_t submit(const Forward& f, uint64_t* handle, uint32_t* retry_after_us, Work* work = nullptr,
-                  Outcome* at_once = nullptr);
+  Refusal submit(const Forward& f, uint64_t* handle, Work* work = nullptr, Outcome* at_once = nullptr);
   // What submit() would say now.  Of `f` no address is looked at.
-  uint32_t admits(const Forward& f, uint32_t* retry_after_us);
+  Refusal admits(const Forward& f);
   // An answer took so long from its outcome to its caller's connection.
   void went_out(uint64_t ns);
   void command(Command&& c);
@@ -131,12 +130,11 @@ class Core {
   Verdict announce(const Forward& f, uint64_t* handle, Work* work);
   bool poll_ports();
   void accept(ShmConnection* p, const shm::Submission& s, bool called);
-  void turn_away(Item* item, const Verdict& v);
   void prepare(ShmConnection* p, const shm::Submission& s, Item* item);
   bool place(const ShmConnection* p, const shm::Submission& s, Item* item, uint32_t hidden_size);
   void echo(Item* item, const LayerFacts& layer);
 
-  uint32_t advice_us(const Verdict& v) const;
+  Refusal refusal_of(const Verdict& v, const Forward& f, uint64_t now) const;
   void unqueue(Item* item);
   void drop(Item* item, const Layer& layer, uint64_t now);
   bool worth_starting(uint64_t now) const;

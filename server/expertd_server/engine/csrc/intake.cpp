@@ -195,7 +195,7 @@ void Core::take_back(const Which& which) {
       queue.erase(at);
       unqueue(item);
       busy_.leave(item->f.tokens);
-      answers_.refuse(item, kCancelled, 0, "request: cancelled by its caller");
+      answers_.refuse(item, refusal<Text::cancelled>());
       return forget_retired();
     }
 }
@@ -277,7 +277,7 @@ void Core::accept(ShmConnection* p, const shm::Submission& s, bool called) {
   f.router_weight_on_input = (s.flags & shm::kRouterWeightOnInput) != 0;
   f.on_device = (s.flags & shm::kOnDevice) != 0;
   if (config_.traces && !called) memcpy(f.trace, s.trace, sizeof f.trace);
-  if (called && s.kind == 0) return answers_.refuse(item, kMalformed, 0, "call: got a number under which nothing was prepared");
+  if (called && s.kind == 0) return answers_.refuse(item, refusal<Text::number_unprepared>());
   f.weights_version = s.weights_version;
   Layer* found = held(s.layer, s.weights_version);
   if (!found) return answers_.refuse(item, missing(s.layer, s.weights_version));
@@ -290,34 +290,14 @@ void Core::accept(ShmConnection* p, const shm::Submission& s, bool called) {
   if (s.kind == shm::kEcho) return echo(item, layer);
   if (s.kind == shm::kPrepare) return prepare(p, s, item);
   if (f.tokens == 0) return answers_.answer(item, nullptr, 0, 0);
-  if (draining_) return answers_.refuse(item, kDraining, 0, "server: it drains and takes no new requests; ask another replica");
+  if (draining_) return answers_.refuse(item, refusal<Text::draining>());
   const Verdict v = accounts_.enter(f, f.arrival_ns);
-  if (v.reason) return turn_away(item, v);
+  if (v.reason) return answers_.refuse(item, refusal_of(v, f, f.arrival_ns));
   item->account = v.account;
   item->foreseen_ns = v.foreseen_ns;
   busy_.enter(f.tokens);
   busy_.admitted.fetch_add(1, std::memory_order_relaxed);
   found->queues[f.router_weight_on_input].push_back(item);
-}
-
-// With the words of admission.py.
-void Core::turn_away(Item* item, const Verdict& v) {
-  const Forward& f = item->f;
-  using llu = unsigned long long;
-  if (v.reason == kDeadlineExceeded)
-    return answers_.refuse(item, v.reason, 0, "request: its deadline had passed when it came; want time left to compute it");
-  if (v.reason == kOverloaded) {
-    const double left_ms = double(f.deadline_ns - f.arrival_ns) * 1e-6;
-    return answers_.refuse(item, v.reason, advice_us(v),
-                           "request: got %.1f ms left of its time, want %.1f, with what runs and waits before it;"
-                           " try again after retry_after_us, or another replica",
-                           left_ms, left_ms + double(v.late_ns) * 1e-6);
-  }
-  const Waiting all = accounts_.all(), own = accounts_.of(f.caller);
-  answers_.refuse(item, v.reason, advice_us(v),
-                  "queue: got %llu requests of %llu tokens waiting, %llu of %llu this caller's, and one of %u more;"
-                  " try again after retry_after_us, or another replica",
-                  llu(all.requests), llu(all.tokens), llu(own.requests), llu(own.tokens), f.tokens);
 }
 
 Refusal Core::check(const RequestFacts& r) {
@@ -360,7 +340,7 @@ bool Core::place(const ShmConnection* p, const shm::Submission& s, Item* item, u
 
 void Core::prepare(ShmConnection* p, const shm::Submission& s, Item* item) {
   if (p->prepare(s)) return answers_.answer(item, nullptr, 0, 0);
-  answers_.refuse(item, kMalformed, 0, "number of a prepared request: got %u, want 1 to %u", s.number, shm::kMostPrepared);
+  answers_.refuse(item, refusal<Text::number_of_prepared>(s.number, shm::kMostPrepared));
 }
 
 void Core::echo(Item* item, const LayerFacts& layer) {

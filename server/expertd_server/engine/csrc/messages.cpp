@@ -84,10 +84,9 @@ bool look(Core* core, const uint8_t* at, uint64_t n, InlineMessage* m) {
 API int expertd_message_look(Core* core, const uint8_t* at, uint64_t n, InlineMessage* m) { return look(core, at, n, m); }
 
 // message: as it was looked at; answer: its memory.  Both stay until the outcome, which is at *out, with the answer written
-// where it is computed, if it is there already: then its handle is not 0.
+// where it is computed, if it is there already: then its handle is not 0.  Where it is refused, *out says why.
 API uint32_t expertd_message_submit(Core* core, const InlineMessage* m, const uint8_t* message, uint8_t* answer, uint32_t caller,
-                                    uint64_t begun_ns, uint64_t deadline_ns, uint64_t* handle, uint32_t* retry_after_us,
-                                    Outcome* out) {
+                                    uint64_t begun_ns, uint64_t deadline_ns, uint64_t* handle, Outcome* out) {
   const auto address = [&](uint64_t place) { return uint64_t(message + place); };
   Forward f{};
   f.hidden = address(m->hidden);
@@ -115,9 +114,12 @@ API uint32_t expertd_message_submit(Core* core, const InlineMessage* m, const ui
   const Draft d{begun_ns, f.arrival_ns};
   memcpy(answer + m->answer_bytes - kTail, &d, sizeof d);
   out->handle = 0;
-  const uint32_t reason = core->submit(f, handle, retry_after_us, nullptr, out);
-  if (!reason && out->handle && !out->reason) write_tail(answer, m->answer_bytes, *out, core->load());
-  return reason;
+  const Refusal refused = core->submit(f, handle, nullptr, out);
+  if (refused)
+    put(refused, out);
+  else if (out->handle && !out->reason)
+    write_tail(answer, m->answer_bytes, *out, core->load());
+  return refused.reason;
 }
 
 // The answer of a request whose outcome came later.

@@ -90,6 +90,16 @@ enum class Text : uint32_t {
   e4m3_on_device,
   offsets,
   offsets_on_device,
+  number_unprepared,
+  number_of_prepared,
+  draining,
+  came_late,
+  would_be_late,
+  queue_full,
+  no_memory,
+  cancelled,
+  overtaken,
+  expired,
   expert_id,
   nonfinite_weight,
   nonfinite_hidden_state,
@@ -101,7 +111,7 @@ struct RefusalText {
   const char* text;
 };
 
-constexpr RefusalText kRefusalTexts[46] = {
+constexpr RefusalText kRefusalTexts[56] = {
     {9, 1, "message: got bytes that are no {}, want a serialized protobuf message"},
     {9, 1, "message: got nothing that this connection takes, want {}"},
     {15, 0, "request_id: got 0, want a number that is unique among those in flight"},
@@ -145,6 +155,16 @@ constexpr RefusalText kRefusalTexts[46] = {
     {20, 0, "output_dtype: got E4M3 in a device's memory, want F32, F16 or BF16"},
     {9, 0, "tensors: got offsets outside of the session's memory, or no multiples of 16"},
     {9, 0, "tensors: got offsets in a device's memory, want a session that has such memory, and a forward"},
+    {9, 0, "call: got a number under which nothing was prepared, want one that was"},
+    {9, 2, "number of a prepared request: got {}, want 1 to {}"},
+    {4, 0, "server: it drains and takes no new requests; ask another replica"},
+    {2, 0, "request: its deadline had passed when it came; want time left to compute it"},
+    {14, 2, "request: got {} ms left of its time, want {}, with what runs and waits before it; try again after retry_after_us, or another replica"},
+    {3, 5, "queue: got {} {} waiting, {} of them this caller's, and {} more, want at most {} of one caller, and room for others; try again after retry_after_us, or another replica"},
+    {3, 1, "output: got no memory for {} bytes; try again later, or another replica"},
+    {1, 0, "request: cancelled by its caller"},
+    {14, 1, "request: got {} us left of its time, want more: what was before it took longer than expected; try another replica"},
+    {2, 1, "request: its deadline passed while it waited {} ms in the queue; want a longer timeout, or another replica"},
     {10, 5, "topk_ids[{}, {}] of layer {}: got {}, want 0 to {}, or -1 for a route that nobody computes here"},
     {11, 3, "topk_weights[{}, {}]: got {}, want a finite number"},
     {22, 3, "hidden_states[{}, {}]: got {}, want finite numbers: the server refuses others"},

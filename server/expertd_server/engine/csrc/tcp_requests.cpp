@@ -111,18 +111,10 @@ void TcpConnections::forward(TcpConnection* p, wire::Fields fields, tcp::Buffer 
   work->decode_ns = f.arrival_ns - arrival_ns;
   p->works[a.id] = work;
   ++p->in_core;
-  uint32_t retry_after_us = 0;
-  const uint32_t reason = work->out ? core_.submit(f, &work->handle, &retry_after_us, work) : uint32_t(kQueueFull);
-  if (!reason) return;
+  const Refusal refused = work->out ? core_.submit(f, &work->handle, work) : refusal<Text::no_memory>(out_bytes);
+  if (!refused) return;
   Outcome o{};
-  o.reason = reason;
-  o.retry_after_us = retry_after_us;
-  snprintf(o.text, sizeof o.text, "%s",
-           reason == kDraining    ? "server: it drains and takes no new requests; ask another replica"
-           : reason == kOverloaded
-               ? "request: it would be answered too late, with what runs and waits before it; try again after retry_after_us, or another replica"
-           : reason == kQueueFull ? "queue: it is full, of this caller's requests or of all; try again after retry_after_us, or another replica"
-                                  : "request: its deadline had passed when it came; want time left to compute it");
+  put(refused, &o);
   finish(work, o);
 }
 
