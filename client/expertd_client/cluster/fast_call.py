@@ -348,7 +348,7 @@ class FastCall:
         servers = iter(self._servers)
         for n, (tokens, begin) in enumerate(zip(found.tokens, found.begins, strict=True)):
             if tokens:
-                rows = found.rows[begin : begin + tokens].copy()  # the desk's
+                rows = found.rows[begin : begin + tokens].copy()  # their memory is the call's
                 parts.append(SubBatch(n, rows, part_of(request, rows, owner[rows] == n), next(servers).routes))
         return parts
 

@@ -99,9 +99,12 @@ log = logging.getLogger(__name__)
 
 
 class Host:
-    """console: where people are told; None: nowhere.  on_fault: called once, on the engine's thread, with the sentence
-    why nothing is computed any more: close it then, and start another process where it says that the device is lost.
-    kernels: what compiles kernels beside it, where that was started before this module was imported.
+    """One server of a process, from its listeners and its plan to its end.
+
+    console    prints messages for people; None: nowhere
+    on_fault   called once, on the engine's thread, with the reason why nothing is computed any more: close the host
+               then, and start another process where the reason says that the device is lost
+    kernels    what compiles kernels beside it, where that was started before this module was imported
 
     address    where gRPC is served; metrics: this host's series; metrics_address: where Prometheus reads them
     residence  what it holds

@@ -44,7 +44,7 @@ __all__ = ["FIRST", "Change", "Residence", "Weights"]
 FIRST = 1
 """Number of the weights that a server is started with."""
 _RELEASE_S = 60.0
-"""How long drop_before() waits until no request uses the weights before."""
+"""How long a change waits for another one, and for requests that still use the weights before."""
 
 Experts = Mapping[int, Collection[int]]
 """Ids of experts by layer."""

@@ -48,7 +48,8 @@ class SyntheticTensors:
 
 
 class Intake:
-    """Requests for `engine`, whose check they pass."""
+    """Makes an EngineRequest of a decoded protobuf message, checked by `engine`.  The transports whose messages the core
+    reads by itself do not need it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -49,9 +49,9 @@ enum Sent { kSent = 0, kNoRoom = 3, kCrowded = 4 };  // of the last two nothing 
 enum Waited { kAnswered = 0, kTimedOut = 1, kEnded = 2 };
 
 constexpr uint64_t kSliceNs = 100000000;  // of a sleep: then the session is looked at again
-constexpr uint64_t kSpinsWorth = 4;
-// Answers that usually take longer than so many times the spinning are slept for at once: a server on the same cores
+// When answers usually take longer than so many times the spinning, the thread sleeps at once: a server on the same cores
 // needs them.
+constexpr uint64_t kSpinsWorth = 4;
 
 struct Ticket {
   std::atomic<uint32_t> state{kFree};

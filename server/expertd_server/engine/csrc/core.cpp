@@ -12,21 +12,23 @@ namespace {
 
 using shm::now_ns;
 
+// After a batch has taken so long, run() returns, so that its caller checks whether the device is still there.
 constexpr uint64_t kCheckNs = 1000000000;
-// A batch that takes longer: run() returns, so that its caller looks whether the device is still there.
+// A second batch is started behind one in flight when that one is expected to end within this time: early enough that the
+// device does not wait, late enough that a request of another layer does not wait for two long batches.
 constexpr uint64_t kLeadNs = 200000;
-// A second batch is started behind one that is under way when that is expected to take no longer than this: early
-// enough that the device does not wait, late enough that a request of another layer is not behind two long batches.
+// The longest sleep of an idle core.
 constexpr int kSleepMs = 1000;
+// When idle times are usually longer than kRestsWorth times the spinning, the core sleeps at once: spinning would not see
+// their end, and others need these cores.  An idle time counts as at most kLongestRest times the spinning, so that one
+// long pause is soon forgotten.
 constexpr uint64_t kRestsWorth = 2, kLongestRest = 3;
-// Rests that usually take longer than so many times the spinning are slept from the start: it would not see their end, and
-// whoever shares these cores waits for it.  Longer ones than that many times it count as that: a pause is forgotten soon.
+// A device cannot wake the core.  For kCalledSpinNs after its last call the core spins for the next one; then it looks
+// every kCalledSleepMs, or is woken by the host of a client that knows of a call to come.
 constexpr uint64_t kCalledSpinNs = 5000000;
 constexpr int kCalledSleepMs = 1;
+// The end of a shorter batching delay is spun for, because a sleep is counted in milliseconds.
 constexpr uint64_t kShortDelayNs = 2000000;
-// The end of a batching delay is spun for: a sleep is counted in milliseconds.
-// A device cannot ring: for so long after its last call the core watches for the next, then it looks so often, or is rung
-// by the host of a caller that knows of a call to come.
 
 }  // namespace
 

@@ -111,8 +111,8 @@ class Forecast {
  public:
   explicit Forecast(uint64_t max_tokens) : max_tokens_(max_tokens) {}
 
+  // Factor on expected times where a request is admitted or joins a batch.
   static constexpr double kSafety = 1.25;
-  // Work counts for so much more where a request is let in or joins a batch.
 
   LayerWork* layer(uint32_t number, uint64_t top_k) {
     LayerWork* w = &layers_[number];

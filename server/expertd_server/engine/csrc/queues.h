@@ -27,8 +27,8 @@ struct Item {
   bool called = false;  // by the session's device: its answer is a word, no completion
 };
 
-constexpr uint64_t kSlackNs = 100000000;
 // A request without a deadline is as urgent as one whose deadline is so long after its arrival.
+constexpr uint64_t kSlackNs = 100000000;
 
 inline uint64_t urgency(const Forward& f) {
   const uint64_t usual = f.arrival_ns + kSlackNs;
