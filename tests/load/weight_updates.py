@@ -146,21 +146,23 @@ class Callers:
 
     def wrong(self, folder: Any) -> list[str]:
         """Answers that are not what the version that they name computes.  folder: of a version; None: there is none."""
-        out, layers = [], {}
+        out = []
+        named: dict[int, list[tuple[int, bytes, int]]] = {}
         for (version, kind, raw), times in self.seen.answers.items():
+            named.setdefault(version, []).append((kind, raw, times))
+        inputs = [torch.cat(parts) for parts in zip(*self.inputs, strict=True)]
+        for version, answers in sorted(named.items()):
             path = folder(version)
             if path is None:
-                out.append(f"{times} answers of version {version}, which nobody published")
+                out.append(f"{len(answers)} answers of version {version}, which nobody published")
                 continue
-            if version not in layers:
-                source = QuantizedSource(open_checkpoint(path), scheme_named(SCHEME))
-                layers[version] = source.load(0)
-            x, ids, w = self.inputs[kind]
-            want = reference(layers[version], x, ids, w)
-            got = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(want.shape).float()
-            error = float((got - want).norm() / want.norm())
-            if not error < TOLERANCE:
-                out.append(f"{times} answers of version {version}: relative error {error:.3f}")
+            layer = QuantizedSource(open_checkpoint(path), scheme_named(SCHEME)).load(0)
+            wanted = reference(layer, *inputs).split(M)
+            for kind, raw, times in answers:
+                got = torch.frombuffer(bytearray(raw), dtype=torch.bfloat16).view(M, -1).float()
+                error = float((got - wanted[kind]).norm() / wanted[kind].norm())
+                if not error < TOLERANCE:
+                    out.append(f"{times} answers of version {version}: relative error {error:.3f}")
         return out
 
 
