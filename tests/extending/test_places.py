@@ -90,6 +90,11 @@ def test_a_backend(tree):
     tree.insert(
         "kernels/expertd_kernels/backends/footprint.py", '    "cpu_torch": _canonical,\n', '    "toy": _canonical,\n'
     )
+    tree.insert(
+        "kernels/expertd_kernels/backends/footprint.py",
+        '    "cpu_torch": _float_scratch,\n',
+        '    "toy": _float_scratch,\n',
+    )
     tree.insert("tests/kernels/lesson_cases.py", '    "xpu": _xpu,\n', '    "toy": own,\n')
     tree.write("tests/kernels/backends/test_toy.py", BACKEND_TEST)
     assert tree.touched == places("Add a backend", NAME="toy")

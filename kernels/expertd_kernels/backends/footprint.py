@@ -363,17 +363,21 @@ SCRATCH: Mapping[str, Space] = {
     "humming": _between_scratch,
     "marlin": _between_scratch,
     "deepgemm": _deepgemm_scratch,
+    "flashinfer_trtllm": _vendor_scratch,
+    "flashinfer_cutlass": _vendor_scratch,
+    "aiter": _vendor_scratch,
+    "xpu": _vendor_scratch,
     "cpu": _cpu_scratch,
     "cpu_w4a8": _cpu_scratch,
     "cpu_torch": _float_scratch,
     "reference": _float_scratch,
 }
-"""Rows that are not here allocate by themselves."""
+"""Of the largest call, for every backend; _vendor_scratch estimates what a package allocates by itself."""
 
 
 def footprint(backend: str, problem: Problem, tokens: int) -> Footprint:
     """Of the layer that poses `problem`, on the row called `backend`, in batches of up to `tokens`."""
-    beside, scratch = BESIDE.get(backend), SCRATCH.get(backend, _vendor_scratch)
+    beside, scratch = BESIDE.get(backend), SCRATCH[backend]
     held = packed_bytes(backend, problem)
     if beside is not None:
         held += sum(beside(m, problem) for m in _matrices(problem))

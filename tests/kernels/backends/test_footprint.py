@@ -15,7 +15,7 @@ import torch
 from cpu_levels import KNOWN, how
 
 from expertd_kernels import NAMED_DEVICES, Activation, ActivationQuant, Scheme, decide, detect_device, problem_of
-from expertd_kernels.backends.footprint import WEIGHTS, canonical_bytes, footprint, packed_bytes
+from expertd_kernels.backends.footprint import SCRATCH, WEIGHTS, canonical_bytes, footprint, packed_bytes
 from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.probe import assumed_packages
 from expertd_kernels.oracle.table import BACKENDS
@@ -96,7 +96,7 @@ def test_packed_weights_have_the_bytes_that_their_sizes_say(row):
 
 
 def test_every_row_of_the_table_is_weighed():
-    assert set(WEIGHTS) == {b.name for b in BACKENDS}
+    assert set(WEIGHTS) == set(SCRATCH) == {b.name for b in BACKENDS}
 
 
 def test_what_a_cpu_row_makes_beside_its_packed_weights_is_counted():

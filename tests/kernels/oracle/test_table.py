@@ -113,7 +113,7 @@ def test_clamping_can_depend_on_the_function():
 def test_a_backend_that_ran_names_its_measurements_and_they_name_it():
     root = Path(__file__).parents[3]
     for b in BACKENDS:
-        assert bool(b.ran) == bool(b.measured), b.name
+        assert bool(b.ran) == bool(b.measured), f"{b.name}: `ran` and `measured` (a page of results) go together"
         for paper in b.measured:
             assert re.search(rf"\b{b.name}\b", (root / paper).read_text()), f"{paper} says nothing of {b.name}"
 

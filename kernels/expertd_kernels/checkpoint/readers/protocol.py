@@ -8,11 +8,8 @@ one tensor holds both.  In fused checkpoints ([E, ...] tensors) the unit's tenso
 reader never sees the expert dimension.  Finding the layers, cutting experts, stacking them, concatenating gate and up,
 de-interleaving rows, widening what does not fit together and checking for NaN is done once, in assembly.py.
 
-How a reader is added, in three steps:
-1. `readers/<name>.py` with `layout` and `read` as above (one module may serve several rows).
-2. One row for each format in `readers/<name>.py` itself: `FORMATS = (Format(...), ...)`, see formats.py; formats.py
-   concatenates the tuples of all reader modules into the one table.
-3. A fixture in tests/fixtures, and a test that reads it.
+CONTRIBUTING.md lists the places to touch for a new reader.  One module may serve several formats.  A marker of a format
+that is outside of quantization_config and compression_config is read in quant_config.py: readers see `unit.quant` only.
 
 Rules: every error is a CheckpointError that names the tensor (unit.error(...) does).  Never trust a shape: check it
 with unit.expect(...) before computing.  Return tensors in the types of canonical.QuantTensor, without the leading E.
