@@ -32,7 +32,14 @@ from expertd_client.transports.protocol import no_session
 __all__ = ["Proxy", "Recorder"]
 
 _NO_SESSION = "this call is recorded: its messages stay on the stream"
-_UNARY = (common.FORWARD, common.path("Describe"), "/grpc.health.v1.Health/Check")
+_UNARY = (
+    *(
+        common.path(m.name)
+        for m in pb.DESCRIPTOR.services_by_name["ExpertService"].methods
+        if not (m.client_streaming or m.server_streaming)
+    ),
+    "/grpc.health.v1.Health/Check",
+)
 """Handed on as what they are: a stream that the server refuses at once may hide why (grpc_common.hidden_status)."""
 _OF_A_HOP = ("grpc-", "te", "user-agent", "content-type", ":")
 """Beginnings of metadata that gRPC makes itself."""

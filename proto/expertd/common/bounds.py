@@ -45,8 +45,8 @@ MOST: dict[str, int] = {
     "RequestError.message": 1 << 16,
     "Timing.backend": 256,
 }
-"""Most elements of a repeated field, most bytes of a text; "[]": of each text of a repeated field.  Of all that travels
-on Forward and StreamForward; Describe's answer is as long as the model has layers."""
+"""Most elements of a repeated field, most bytes of a text; "[]": of each text of a repeated field.  Of
+what travels on Forward and StreamForward, and of other requests; Describe's answer grows with the model's layers."""
 
 MOST_BYTES: dict[type[Any], int] = {
     pb.FloatValues: (4 << 20) + 8,

@@ -66,11 +66,18 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
           "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
 
 
+_MOST_BYTES = 1 << 62
+"""Of a size: sums of two still fit into 64 bits."""
+
+
 def size(text: str) -> int:
     m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if m is None or m[2].upper() not in _UNITS:
         raise ValueError(f"got {text!r}, want a size as 20GiB, 20G (the same), 20GB or bytes; 0 = none")
-    return int(float(m[1]) * _UNITS[m[2].upper()])
+    nbytes = int(float(m[1]) * _UNITS[m[2].upper()])
+    if nbytes > _MOST_BYTES:
+        raise ValueError(f"got {text!r}, want at most {size_text(_MOST_BYTES)}")
+    return nbytes
 
 
 def size_text(nbytes: int) -> str:

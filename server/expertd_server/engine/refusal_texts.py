@@ -19,35 +19,6 @@ __all__ = ["HEADER", "REASONS", "TEXTS", "RefusalText", "header", "refusal"]
 
 HEADER = Path(__file__).parent / "csrc" / "refusal_texts.h"
 
-REASONS = (
-    "",
-    "CANCELLED",
-    "DEADLINE_EXCEEDED",
-    "QUEUE_FULL",
-    "DRAINING",
-    "LAYER_NOT_HELD",
-    "TOO_MANY_TOKENS",
-    "BAD_SHAPE",
-    "BAD_DTYPE",
-    "MALFORMED_MESSAGE",
-    "EXPERT_ID_OUT_OF_RANGE",
-    "NON_FINITE_WEIGHTS",
-    "UNSUPPORTED_COMBINATION",
-    "BACKEND_FAILED",
-    "OVERLOADED",
-    "MISSING_REQUEST_ID",
-    "DUPLICATE_REQUEST_ID",
-    "TOO_MANY_REQUESTS_IN_FLIGHT",
-    "BAD_BYTE_COUNT",
-    "BAD_TENSOR_SPELLING",
-    "OUTPUT_DTYPE_UNSUPPORTED",
-    "SCALES_UNSUPPORTED",
-    "NON_FINITE_HIDDEN_STATES",
-    "OUTPUT_FORM_UNKNOWN",
-    "WEIGHTS_VERSION_NOT_HELD",
-)
-"""Reasons of the error table (expertd.errors) by the core's number (csrc/core.h: Reason); 0 = computed."""
-
 
 class RefusalText(NamedTuple):
     """error: of the table of errors.  text: "subject: got {value}, want ...; remedy" with named values."""
@@ -238,6 +209,9 @@ TEXTS: dict[str, RefusalText] = {
 }
 """By the name of the check that fails."""
 
+REASONS = ("", e.BackendFailedError.reason, *dict.fromkeys(text.error.reason for text in TEXTS.values()))
+"""Reasons of the error table (expertd.errors) by the core's number (`enum Reason`); 0 = computed."""
+
 
 def refusal(name: str, /, **values: object) -> e.ExpertdError:
     """The error of a check, with what its text tells."""
@@ -255,6 +229,12 @@ def header() -> str:
         "#include <cstdint>",
         "",
         "namespace expertd {",
+        "",
+        "enum Reason : uint32_t {",
+        "  kComputed = 0,",
+        *(f"  k{''.join(word.capitalize() for word in reason.split('_'))}," for reason in REASONS[1:]),
+        "  kReasons",
+        "};",
         "",
         "// By Reason: names in the error table.",
         f"constexpr const char* kReasonNames[{len(REASONS)}] = {{",

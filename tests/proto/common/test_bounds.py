@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ ROOTS: dict[type[Any], Callable[[bytes], Any]] = {
     pb.ForwardResponse: codec.decode_forward_response,
     pb.StreamForwardRequest: codec.decode_stream_request,
     pb.StreamForwardResponse: codec.decode_stream_response,
+    **{cls: partial(read, cls) for cls in MOST_BYTES if cls.__name__.endswith("Request")},
 }
-"""What a caller and a server of Forward and StreamForward are sent, and who reads it."""
+"""What a client and a server are sent, and who reads it."""
 
 Path = tuple[FieldDescriptor, ...]
 

@@ -170,6 +170,12 @@ def test_sizes_are_shown_as_people_write_them(text):
     assert size_text(n) == text
 
 
+def test_a_size_does_not_wrap_in_64_bits():
+    assert size("4194304TiB") == 1 << 62
+    with pytest.raises(ValueError, match="want at most 4194304TiB"):
+        size("16777216TiB")
+
+
 def test_help_begins_with_the_six_most_needed_options_and_groups_the_rest():
     parser = argparse.ArgumentParser(prog="expertd serve")
     add_flags(parser)

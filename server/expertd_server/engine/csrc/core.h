@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "refusal_texts.h"
+
 namespace expertd {
 
 // expertd.v1.DataType
@@ -21,36 +23,6 @@ inline uint32_t size_of(uint8_t dtype) {
 }
 
 inline bool is_float(uint32_t dtype) { return dtype == kF32 || dtype == kF16 || dtype == kBf16; }
-
-// Reasons of the error table, by number; engine/refusal_texts.py has their names.
-enum Reason : uint32_t {
-  kComputed = 0,
-  kCancelled,
-  kDeadlineExceeded,
-  kQueueFull,
-  kDraining,
-  kLayerNotHeld,
-  kTooManyTokens,
-  kBadShape,
-  kBadDtype,
-  kMalformed,
-  kExpertIdOutOfRange,
-  kNonFiniteWeights,
-  kUnsupportedCombination,
-  kBackendFailed,
-  kOverloaded,
-  kMissingRequestId,
-  kDuplicateRequestId,
-  kTooManyRequests,
-  kBadByteCount,
-  kBadTensorSpelling,
-  kOutputDtypeUnsupported,
-  kScalesUnsupported,
-  kNonFiniteHiddenStates,
-  kOutputFormUnknown,
-  kVersionNotHeld,
-  kReasons
-};
 
 // What becomes of hidden states and router weights that are NaN or infinite.
 enum NonFinite : uint8_t {
