@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from expertd.errors import PlacementError
+from expertd.errors import DeadlineExceededError, ExpertdError, PlacementError, UnavailableError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
@@ -20,6 +21,8 @@ Servers: TypeAlias = "str | Sequence[str] | Placement | Source | Forwarder"
 or a forwarder, which stays the caller's."""
 DEFAULT_MAX_TOKENS = 4096
 """Of a request, where nobody is asked: a server's own default."""
+_WHY_S = 1.0
+"""How long a server that did not come up is asked once more, for the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,59 @@ def forwarder_to(servers: Servers) -> Forwarder:
 
 
 def max_tokens_of(found: Iterable[Found], forwarder: Forwarder, timeout_s: float = 10.0) -> int:
-    """Most tokens of a request.  A single server is asked what it holds, for up to `timeout_s`, and must fit; a cluster
-    knows who holds what, cuts by its servers' limits, and refuses calls for experts that nobody holds."""
+    """Most tokens of a request, of servers that fit the model; a cluster cuts by its servers' limits.  Waits until every
+    expert of the layers has a server, for up to `timeout_s`.
+
+    Raises PlacementError where a server's layers, experts or sizes are not the model's, UnavailableError with the servers
+    that do not answer, and why.  Another kind of forwarder is believed."""
+    found = list(found)
+    if isinstance(forwarder, ExpertCluster):
+        _wait_for_cluster(found, forwarder, timeout_s)
     if not isinstance(forwarder, ExpertClient):
         return DEFAULT_MAX_TOKENS
-    described = forwarder.describe(wait_for_ready=True, timeout_s=timeout_s)
+    described = _described(forwarder, timeout_s)
     misfits(found, described, forwarder.target)
     return described.limits.max_tokens or DEFAULT_MAX_TOKENS
+
+
+def _described(client: ExpertClient, timeout_s: float) -> pb.DescribeResponse:
+    try:
+        return client.describe(wait_for_ready=True, timeout_s=timeout_s)
+    except DeadlineExceededError:
+        pass
+    try:
+        return client.describe(timeout_s=_WHY_S)  # now without waiting: it says why
+    except ExpertdError as error:
+        raise UnavailableError.about(
+            client.target, got=f"no answer within {timeout_s:g} s: {error.message}", want="a server that is up"
+        ) from error
+
+
+def _wait_for_cluster(found: Sequence[Found], cluster: ExpertCluster, timeout_s: float) -> None:
+    """Servers that the cluster does not ask are not compared: their sums are never added."""
+    end_s = time.monotonic() + timeout_s
+    for left_s in (timeout_s, 0.0):  # first those that have answered, before others are waited for
+        described, refused = cluster.describe(timeout_s=left_s), cluster.servers
+        for address, answer in described.items():
+            if not refused.get(address, "it left"):
+                _compare(found, answer, address)
+        if left_s:
+            cluster.wait_for_layers([one.layer for one in found], timeout_s=max(0.0, end_s - time.monotonic()))
+
+
+def _compare(found: Iterable[Found], described: pb.DescribeResponse, target: str) -> None:
+    """As misfits(), of a server that may hold a part of the layers and of their experts."""
+    served: Mapping[int, pb.Layer] = {layer.layer: layer for layer in described.layers}
+    for one in found:
+        layer = served.get(one.layer)
+        if layer is None:
+            continue
+        theirs = (layer.num_experts, described.model.hidden_size, layer.intermediate_size)
+        ours = (one.experts, one.hidden_size, one.intermediate_size)
+        if theirs != ours:
+            sizes = "{} experts, hidden size {}, intermediate size {}"
+            want = f"{sizes.format(*ours)} as in {one.name}"
+            raise PlacementError.about(f"{target}: layer {one.layer}", got=sizes.format(*theirs), want=want)
 
 
 def misfits(found: Iterable[Found], described: pb.DescribeResponse, target: str) -> None:
