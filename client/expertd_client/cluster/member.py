@@ -307,7 +307,7 @@ class Member:
         now_s = self._clock()
         busy = isinstance(error, DeadlineExceededError) and now_s - self._answered_s < _BUSY_S and not self.refused
         if not busy and (now_s - self._heard_s > 1.0 or not self.outstanding):
-            self.refused = error.message
+            self.refused, self.misfit = error.message, False  # whoever comes next may be another one
 
 
 def _both(placed: Mapping[int, tuple[int, ...]], says: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:

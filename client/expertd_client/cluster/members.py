@@ -183,13 +183,13 @@ class Members:
         """Why calls of these layers could not be answered now; None: each of their experts has a server that may be
         asked.  PlacementError where no server would change that by coming back, else UnavailableError."""
         now_s, known = self.clock(), list(self.by_address.values())
-        held = _experts_of([m for m in known if m.usable(now_s)])
+        usable = [m for m in known if m.usable(now_s)]
         for layer in layers:
             most = self._placed_experts.get(layer) or self._identity.num_experts(layer)
-            missing = set(range(most or 0)) - held.get(layer, set())
+            missing = set(range(most or 0)).difference(*(m.held.get(layer, ()) for m in usable))
             if most and not missing:
                 continue
-            away = any(not m.usable(now_s) and not m.misfit for m in known)
+            away = any(m not in usable and not m.misfit for m in known)
             kind: type[ExpertdError] = UnavailableError if away or not known else PlacementError
             return kind.about(
                 f"layer {layer}",

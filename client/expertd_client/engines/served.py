@@ -73,47 +73,40 @@ def _described(client: ExpertClient, timeout_s: float) -> pb.DescribeResponse:
 
 
 def _wait_for_cluster(found: Sequence[Found], cluster: ExpertCluster, timeout_s: float) -> None:
-    """Servers that the cluster does not ask are not compared: their sums are never added."""
     end_s = time.monotonic() + timeout_s
-    for left_s in (timeout_s, 0.0):  # first those that have answered, before others are waited for
-        described, refused = cluster.describe(timeout_s=left_s), cluster.servers
-        for address, answer in described.items():
-            if not refused.get(address, "it left"):
-                _compare(found, answer, address)
-        if left_s:
-            cluster.wait_for_layers([one.layer for one in found], timeout_s=max(0.0, end_s - time.monotonic()))
+    _compare_all(found, cluster, timeout_s)  # those that have answered, before others are waited for
+    cluster.wait_for_layers([one.layer for one in found], timeout_s=max(0.0, end_s - time.monotonic()))
+    _compare_all(found, cluster, 0.0)
 
 
-def _compare(found: Iterable[Found], described: pb.DescribeResponse, target: str) -> None:
-    """As misfits(), of a server that may hold a part of the layers and of their experts."""
+def _compare_all(found: Sequence[Found], cluster: ExpertCluster, timeout_s: float) -> None:
+    """But those that the cluster does not ask: their sums are never added."""
+    described, refused = cluster.describe(timeout_s=timeout_s), cluster.servers
+    for address, answer in described.items():
+        if not refused.get(address, "it left"):
+            misfits(found, answer, address, whole=False)
+
+
+def misfits(found: Iterable[Found], described: pb.DescribeResponse, target: str, whole: bool = True) -> None:
+    """Raises PlacementError where a server cannot be the experts of this model: what it says against what they are.
+    whole: it must hold all of them; else it may hold some, of some layers."""
     served: Mapping[int, pb.Layer] = {layer.layer: layer for layer in described.layers}
     for one in found:
         layer = served.get(one.layer)
-        if layer is None:
+        if layer is None and not whole:
             continue
-        theirs = (layer.num_experts, described.model.hidden_size, layer.intermediate_size)
-        ours = (one.experts, one.hidden_size, one.intermediate_size)
-        if theirs != ours:
-            sizes = "{} experts, hidden size {}, intermediate size {}"
-            want = f"{sizes.format(*ours)} as in {one.name}"
-            raise PlacementError.about(f"{target}: layer {one.layer}", got=sizes.format(*theirs), want=want)
-
-
-def misfits(found: Iterable[Found], described: pb.DescribeResponse, target: str) -> None:
-    """Raises PlacementError where a server cannot be the experts of this model: what it says against what they are."""
-    served: Mapping[int, pb.Layer] = {layer.layer: layer for layer in described.layers}
-    for one in found:
-        layer = served.get(one.layer)
         if layer is None:
             got = f"a server of layers {', '.join(map(str, served)) or 'none'}"
             raise PlacementError.about(f"{target}: layer {one.layer}", got=got, want=f"the experts of {one.name}")
         held = sum(span.count for span in layer.held)
         theirs = (layer.num_experts, described.model.hidden_size, layer.intermediate_size)
         ours = (one.experts, one.hidden_size, one.intermediate_size)
-        if theirs != ours or held != one.experts:
+        if theirs != ours or (whole and held != one.experts):
             raise PlacementError.about(
                 f"{target}: layer {one.layer}",
                 got="{} experts ({} held), hidden size {}, intermediate size {}".format(theirs[0], held, *theirs[1:]),
-                want="{} experts, all held, hidden size {}, intermediate size {} as in {}".format(*ours, one.name),
+                want="{} experts{}, hidden size {}, intermediate size {} as in {}".format(
+                    ours[0], ", all held" if whole else "", *ours[1:], one.name
+                ),
                 remedy="name the servers of this model, together all of its experts" if theirs == ours else "",
             )
