@@ -44,11 +44,11 @@ def forwarder_to(servers: Servers) -> Forwarder:
 
 
 def max_tokens_of(found: Iterable[Found], forwarder: Forwarder, timeout_s: float = 10.0) -> int:
-    """Most tokens of a request, of servers that fit the model; a cluster cuts by its servers' limits.  Waits until every
+    """Most tokens of a request to servers that fit the model; a cluster cuts by its servers' limits.  Waits until every
     expert of the layers has a server, for up to `timeout_s`.
 
-    Raises PlacementError where a server's layers, experts or sizes are not the model's, UnavailableError with the servers
-    that do not answer, and why.  Another kind of forwarder is believed."""
+    Raises PlacementError where a server's layers, experts or sizes are not the model's, UnavailableError with the
+    servers that do not answer, and why.  Another kind of forwarder is believed."""
     found = list(found)
     if isinstance(forwarder, ExpertCluster):
         _wait_for_cluster(found, forwarder, timeout_s)

@@ -52,7 +52,7 @@ async def test_layers_are_waited_for():
     servers = replicas()
     servers["c"].away = True
     async with cluster_of(servers) as cluster:
-        with pytest.raises(UnavailableError, match="layer 0: got no server for experts 4-7.*c: away"):
+        with pytest.raises(UnavailableError, match=r"layer 0: got no server for experts 4-7.*c: away"):
             await cluster.wait_for_layers([0], timeout_s=0.2)
         waits = asyncio.create_task(cluster.wait_for_layers([0], timeout_s=50.0))
         servers["c"].away = False

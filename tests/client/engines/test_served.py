@@ -77,7 +77,7 @@ def test_a_server_of_another_model_is_no_server_that_is_waited_for():
         max_tokens_of(found(), cluster, FOREVER_S)
         servers["b"].fingerprint = "another"
         until(lambda: cluster.servers["b"])
-        with pytest.raises(PlacementError, match="no server for experts 4-7.*b: fingerprint: got another"):
+        with pytest.raises(PlacementError, match=r"no server for experts 4-7.*b: fingerprint: got another"):
             max_tokens_of(found(), cluster, FOREVER_S)
 
 
@@ -85,7 +85,7 @@ def test_one_of_two_servers_that_is_dead_is_named_with_the_reason():
     servers = halves()
     servers["b"].away = True
     with cluster_of(servers) as cluster:
-        with pytest.raises(UnavailableError, match="layer 3: got no server for experts 4-7.*b: away") as refused:
+        with pytest.raises(UnavailableError, match=r"layer 3: got no server for experts 4-7.*b: away") as refused:
             max_tokens_of(found(), cluster, 0.2)
         assert refused.value.retryable
         servers["b"].away = False
@@ -111,9 +111,10 @@ def test_a_placement_says_who_must_be_there():
     servers = halves()
     servers["b"].away = True
     placed = Placement((Server("a", {LAYER: (0, 1, 2, 3)}), Server("b", {LAYER: (4, 5, 6, 7)})), {LAYER: E}, 1, "f00d")
-    with ExpertCluster(placed, transport=transports(servers, FunctionTransport)) as cluster:
-        with pytest.raises(UnavailableError, match="experts 4-7.*b: away"):
-            max_tokens_of(found(), cluster, 0.2)
+    made = transports(servers, FunctionTransport)
+    away = pytest.raises(UnavailableError, match=r"experts 4-7.*b: away")
+    with ExpertCluster(placed, transport=made) as cluster, away:
+        max_tokens_of(found(), cluster, 0.2)
 
 
 def test_a_list_of_servers_that_changes_is_waited_for():
@@ -139,7 +140,7 @@ def test_who_leaves_out_what_is_missing_waits_for_nobody():
 
 
 def test_one_server_that_is_dead_is_unavailable_and_not_a_deadline():
-    with ExpertClient("127.0.0.1:9") as client:
-        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9: got no answer within 0\.2 s: .*refused") as refused:
-            max_tokens_of(found(), client, 0.2)
+    says = r"127\.0\.0\.1:9: got no answer within 0\.2 s: .*refused"
+    with ExpertClient("127.0.0.1:9") as client, pytest.raises(UnavailableError, match=says) as refused:
+        max_tokens_of(found(), client, 0.2)
     assert refused.value.retryable
