@@ -60,7 +60,8 @@ I intermediate size, E experts, k routes per token.
     ]
     for module, text in PACKAGES.items():
         parts.append(f"## `{module.__name__}`\n\n{text}\n")
-        parts += [_name(name, getattr(module, name)) for name in sorted(module.__all__, key=str.lower)]
+        names = getattr(module, "_MODULES", module.__all__)  # with those that need another package
+        parts += [_name(name, getattr(module, name)) for name in sorted(names, key=str.lower)]
     return "\n".join(parts)
 
 

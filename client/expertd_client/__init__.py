@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from expertd_client.cluster.cluster import ClusterFuture, ExpertCluster
     from expertd_client.cluster.kubernetes import EndpointSlices
     from expertd_client.cluster.policy import OnMissing, Policy
-    from expertd_client.cluster.ray import RayServers
+    from expertd_client.cluster.ray import RayServers as RayServers
     from expertd_client.cluster.result import Answered, ClusterResult
     from expertd_client.cluster.sources import Dns, Fixed, PlacementFile, Source
-    from expertd_client.engines.layer import RankExperts
-    from expertd_client.engines.torch_experts import RemoteExperts
+    from expertd_client.engines.layer import RankExperts as RankExperts
+    from expertd_client.engines.torch_experts import RemoteExperts as RemoteExperts
     from expertd_client.exchange.session import Session
     from expertd_client.requests.e4m3 import E4m3
     from expertd_client.requests.request import Grouped, Request
@@ -58,9 +58,6 @@ __all__ = [
     "OnMissing",
     "PlacementFile",
     "Policy",
-    "RankExperts",
-    "RayServers",
-    "RemoteExperts",
     "Request",
     "Retry",
     "Session",
@@ -109,7 +106,10 @@ _MODULES = {
     "Transport": "transports.protocol",
     "trace": "tracing.recorder",
 }
-"""Public name -> the module of this package that defines it; the imports above are the same for type checkers."""
+"""Public name -> the module of this package that defines it; the imports above are the same for type checkers.
+
+Those that need another package, torch or ray, are not in __all__: `import *` works without it, and they are imported by
+name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -121,4 +121,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_MODULES})

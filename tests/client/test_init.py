@@ -15,6 +15,8 @@ MOST_ENTRIES = dict.fromkeys(
     12,
 )
 MOST_MODULES = 40
+OPTIONAL = {"RankExperts": "torch", "RayServers": "ray", "RemoteExperts": "torch"}
+"""Public name -> the package that it needs beside those of the library."""
 
 
 def modules_of(statement):
@@ -48,12 +50,31 @@ def test_every_public_name_is_where_type_checkers_look_for_it():
         for alias in node.names
     }
     assert typed == expertd_client._MODULES
-    assert sorted(typed) == sorted(expertd_client.__all__)
+    assert sorted(typed) == sorted([*expertd_client.__all__, *OPTIONAL])
 
 
-@pytest.mark.parametrize("name", sorted(set(expertd_client.__all__) - {"RayServers"}))  # needs the extra `ray`
+@pytest.mark.parametrize("name", sorted(set(expertd_client._MODULES) - {"RayServers"}))  # needs the extra `ray`
 def test_a_public_name_can_be_imported(name):
     assert getattr(expertd_client, name).__name__ == name
+
+
+def run_without(packages, statements):
+    """What a new interpreter prints in which those packages cannot be imported."""
+    code = f"import sys\nsys.modules.update(dict.fromkeys({packages!r}))\n{statements}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_all_names_can_be_imported_without_optional_packages():
+    shown = "print(*(n for n in dir() if n[0] != '_'))"
+    names = run_without(["ray", "torch", "kubernetes"], f"from expertd_client import *\n{shown}")
+    assert {*names, *OPTIONAL} - {"sys"} == set(expertd_client._MODULES)
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_a_name_without_its_package_says_which_one_it_needs(name):
+    tried = f"try:\n    from expertd_client import {name}\nexcept ImportError as error:\n    print(error.name)"
+    assert run_without([OPTIONAL[name]], tried) == [OPTIONAL[name]]
+    assert name in dir(expertd_client)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -21,14 +21,15 @@ def expert_sum(x, ids, weights):
 
 
 class Scaling(Forwarder):
-    """Experts that scale.  seen: requests; log: what happened, in order."""
+    """Experts that scale.  seen: requests; timeouts: theirs; log: what happened, in order."""
 
     def __init__(self):
-        self.seen, self.log = [], []
+        self.seen, self.timeouts, self.log = [], [], []
 
     def forward_request(self, request, *, timeout_s=None):
         self.log.append("sent")
         self.seen.append(request)
+        self.timeouts.append(timeout_s)
         output = expert_sum(request.hidden_states, request.topk_ids, request.topk_weights)
         routes = int((request.topk_ids >= 0).sum())
         return ForwardResult(output.to(request.hidden_states.dtype), None, routes, pb.Timing(), pb.Load(), 0)

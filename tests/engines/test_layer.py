@@ -6,6 +6,7 @@ import pytest
 import torch
 from kit import Connected, batch, expert_sum
 
+from expertd.errors import UnavailableError
 from expertd_client.engines.layer import RankExperts, share
 from expertd_client.engines.served import Found
 
@@ -85,6 +86,36 @@ def test_the_servers_limit_and_layer_are_asked_once():
     torch.testing.assert_close(experts(x, ids, weights), expert_sum(x, ids, weights).float())
     assert [len(request.topk_ids) for request in connection.forwarder.seen] == [4, 4, 2]
     assert connection.found == [LAYER]
+
+
+def test_a_call_has_its_own_timeout_and_version_of_the_weights():
+    connection = Connected()
+    experts = RankExperts(connection, LAYER, timeout_s=2.5, weights_version=7)
+    x = batch(3)
+    experts(*x)
+    experts.weights_version = 0
+    experts(*x, meanwhile=lambda: None)
+    assert [request.weights_version for request in connection.forwarder.seen] == [7, 0]
+    assert connection.forwarder.timeouts == [2.5, 2.5]
+    assert experts.weights_version == 0
+
+
+def test_the_version_that_answered_is_told():
+    experts = RankExperts(Connected(), LAYER)
+    assert experts.weights_version_seen == 0
+    experts.remote.weights_version_seen = 9
+    assert experts.weights_version_seen == 9
+
+
+def test_what_replays_met_is_raised():
+    class Refused:
+        def check(self):
+            raise UnavailableError("the server ended")
+
+    connection = Connected()
+    connection.forwarder.device_transport = lambda device: {3: Refused()}[device]
+    with pytest.raises(UnavailableError, match="the server ended"):
+        RankExperts(connection, LAYER).check(3)
 
 
 def test_a_share_leaves_the_routers_tensor_alone_where_all_is_sent():

@@ -14,7 +14,7 @@ import tiny_server
 from hosts import hosts
 
 import expertd_client
-from expertd.errors import PlacementError, UnsupportedCombinationError
+from expertd.errors import PlacementError, UnavailableError, UnsupportedCombinationError
 
 ROOT = Path(__file__).parents[2]
 PAPER = (ROOT / "docs/engines.md").read_text()
@@ -81,7 +81,7 @@ def test_an_engine_of_your_own_imports_public_names_only(example):
     assert not [name for name in modules if name.startswith("expertd")]
     ours = {(module, name) for module, name in names if module.startswith("expertd_client")}
     assert ours, "the example calls a server by the library"
-    assert ours <= {("expertd_client", name) for name in expertd_client.__all__}
+    assert ours <= {("expertd_client", name) for name in expertd_client._MODULES}
 
 
 def test_the_adapter_without_servers_says_what_it_wants(monkeypatch):
@@ -91,10 +91,29 @@ def test_the_adapter_without_servers_says_what_it_wants(monkeypatch):
         expertd_client.RankExperts.from_environment("layer0.experts", 0, **sizes)
 
 
-def test_the_adapter_compares_sizes_with_the_servers(served):
-    sizes = {"experts": 9, "hidden_size": 256, "intermediate_size": 128}
-    with pytest.raises(PlacementError, match="9 experts, all held"):
-        expertd_client.RankExperts.from_environment("layer0.experts", 0, given=served[1], **sizes)
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"experts": 9}, r"want 9 experts.* as in layer0\.experts"),
+        ({"intermediate_size": 999}, r"want 8 experts.*, intermediate size 999 as in layer0\.experts"),
+    ],
+)
+@pytest.mark.parametrize("several", [False, True])
+def test_the_adapter_compares_sizes_with_the_servers(served, other, says, several):
+    sizes = {"experts": 8, "hidden_size": 256, "intermediate_size": 128, **other}
+    address = f"{served[1]},{served[1].replace('127.0.0.1', 'localhost')}" if several else served[1]
+    with pytest.raises(PlacementError, match=says):
+        expertd_client.RankExperts.from_environment("layer0.experts", 0, given=address, **sizes)
+
+
+@pytest.mark.parametrize("dead", [("127.0.0.1:9",), ("127.0.0.1:9", "127.0.0.1:10")])
+def test_the_adapter_names_servers_that_are_not_up(dead):
+    sizes = {"experts": 8, "hidden_size": 256, "intermediate_size": 128}
+    given = {"address": list(dead), "start_timeout_s": 0.2}
+    with pytest.raises(UnavailableError) as raised:
+        expertd_client.RankExperts.from_environment("layer0.experts", 0, given=given, **sizes)
+    assert all(f"{address}: " in str(raised.value) for address in dead)
+    assert "refused" in str(raised.value)
 
 
 def test_a_wrong_answer_is_an_error(served, monkeypatch, capsys):

@@ -67,7 +67,7 @@ class Forwarder(Protocol):
         timeout_s       for all of it, here and at the server; None = as this forwarder was made
         options         grouped, output_dtype, digest, traceparent, router_weight_on_input, weights_version: see Request
 
-        Raises the errors of expertd.errors.
+        Raises the errors of expertd.errors; UnsupportedCombinationError for tensors that require gradients.
         """
         request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
         return self.forward_request(request, timeout_s=timeout_s)

@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
+from expertd.errors import DeadlineExceededError, ExpertdError, PlacementError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import AsyncForwarder
 from expertd_client.cluster.call import Call
-from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S
+from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S, LOOK_S
 from expertd_client.cluster.flight import start
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members, Targets
@@ -126,6 +126,32 @@ class AsyncExpertCluster(AsyncForwarder):
         """Forwarder.forward says what each argument is; out and on_missing are as in forward_request."""
         request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
         return await self.forward_request(request, timeout_s=timeout_s, out=out, on_missing=on_missing)
+
+    async def describe(self, *, timeout_s: float = 10.0) -> dict[str, pb.DescribeResponse]:
+        """What each server said last of what it holds, accepts and chose, by address.  Waits until every server was
+        asked, for timeout_s; one that has never answered is not in it, and `servers` says why."""
+        await self._settle(deadline_in(timeout_s), None)
+        return self._members.described()
+
+    async def session(self, *, timeout_s: float = 10.0) -> dict[str, Session]:
+        """How messages travel to each server, and why not otherwise, by address.  Waits until every server was asked,
+        for timeout_s; one that there is no connection to is not in it, and `servers` says why."""
+        await self._settle(deadline_in(timeout_s), None)
+        return self._members.sessions()
+
+    async def wait_for_layers(self, layers: Iterable[int], *, timeout_s: float = 10.0) -> None:
+        """Waits until every expert of these layers has a server that takes requests; where calls leave missing ones out
+        (on_missing), until every server was asked.
+
+        Raises UnavailableError where the time is over: it names the servers that do not take requests, and why.
+        PlacementError where servers that all do lack experts, at once if the list of servers never changes."""
+        wanted, end_s = list(layers), time.monotonic() + timeout_s
+        await self._settle(deadline_in(timeout_s), None)
+        while self._on_missing is OnMissing.FAIL and (lacking := self._members.lacking(wanted)) is not None:
+            hopeless = isinstance(lacking, PlacementError) and self._source.every_s == math.inf
+            if hopeless or time.monotonic() >= end_s:
+                raise lacking
+            await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
         self._state.close()

@@ -7,15 +7,16 @@ with ExpertCluster(["10.0.0.1:50051", "10.0.0.2:50051"], timeout_s=1.0) as exper
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from expertd.errors import DeadlineExceededError, ExpertdError, RequestCancelledError
+from expertd.errors import DeadlineExceededError, ExpertdError, PlacementError, RequestCancelledError
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
@@ -49,6 +50,8 @@ _T = TypeVar("_T")
 
 DESCRIBE_S = 1.0
 """How long a server has to answer Describe before it counts as away."""
+LOOK_S = 0.02
+"""Between two looks of who waits for servers."""
 LEAVE_S = 30.0
 """How long a server that left the placement has to answer what it has."""
 
@@ -114,7 +117,7 @@ class ExpertCluster(Forwarder):
         self._source = source_of(servers)
         self._follow(self._source.read())
         self._follower: threading.Thread | None = None
-        if self._source.every_s != float("inf"):
+        if self._source.every_s != math.inf:
             self._follower = threading.Thread(target=self._reread, name="expertd-placement", daemon=True)
             self._follower.start()
 
@@ -196,6 +199,33 @@ class ExpertCluster(Forwarder):
         """forward() without waiting for the answer."""
         request = Request(layer, hidden_states, topk_ids, topk_weights, **options)
         return self.submit_request(request, timeout_s=timeout_s, out=out, on_missing=on_missing)
+
+    def describe(self, *, timeout_s: float = 10.0) -> dict[str, pb.DescribeResponse]:
+        """What each server said last of what it holds, accepts and chose, by address.  Waits until every server was
+        asked, for timeout_s; one that has never answered is not in it, and `servers` says why."""
+        self._settled.wait(timeout_s)
+        return self._members.described()
+
+    def session(self, *, timeout_s: float = 10.0) -> dict[str, Session]:
+        """How messages travel to each server, and why not otherwise, by address.  Waits until every server was asked,
+        for timeout_s; one that there is no connection to is not in it, and `servers` says why."""
+        self._settled.wait(timeout_s)
+        return self._members.sessions()
+
+    def wait_for_layers(self, layers: Iterable[int], *, timeout_s: float = 10.0) -> None:
+        """Waits until every expert of these layers has a server that takes requests; where calls leave missing ones out
+        (on_missing), until every server was asked.
+
+        Raises UnavailableError where the time is over: it names the servers that do not take requests, and why.
+        PlacementError where servers that all do lack experts, at once if the list of servers never changes."""
+        wanted, end_s = list(layers), time.monotonic() + timeout_s
+        self._settled.wait(timeout_s)
+        while self._on_missing is OnMissing.FAIL and (lacking := self._members.lacking(wanted)) is not None:
+            hopeless = isinstance(lacking, PlacementError) and self._source.every_s == math.inf
+            if hopeless or time.monotonic() >= end_s:
+                raise lacking
+            if self._closing.wait(LOOK_S):
+                raise RequestCancelledError("cluster: this client was closed while it waited for servers")
 
     def close(self) -> None:
         self._closing.set()

@@ -59,6 +59,8 @@ class Member:
     said         those that its last Describe named, and that were compared with what other servers hold under the
                  same numbers
     asked        whether Describe was asked, and answered or not
+    description  its last Describe; None = it has answered none
+    misfit       whether that was of another model or other weights than the cluster's
     known        whether the cluster's tables say what it holds: it said so, or is another model's, or it was placed
     refused      why it is not asked; "" = it is
     leaving      the placement has it no more
@@ -89,6 +91,8 @@ class Member:
         self.versions: tuple[int, ...] = ()
         self.said: frozenset[int] = frozenset()
         self.asked = False
+        self.description: pb.DescribeResponse | None = None
+        self.misfit = False
         self.leaving = False
         self.refused = "it has not answered Describe yet"
         self._queued_tokens = 0  # as it said last
@@ -255,11 +259,12 @@ class Member:
     def described(self, answer: pb.DescribeResponse, identity: Identity) -> bool:
         """What it says of itself.  Whether that changes what is held where."""
         before, refused = self.held, f"{self.address}: it drains" if answer.load.draining else ""
+        self.description, self.misfit = answer, False
         try:
             if not self._says_again(answer):
                 self.said = identity.check(self.address, answer)
         except PlacementError as error:
-            self._accepted, self.said, refused = None, frozenset(), error.message
+            self._accepted, self.said, refused, self.misfit = None, frozenset(), error.message, True
         else:
             if self._accepted is None:
                 self._accepted, self._says = answer, held_by(answer)
@@ -302,7 +307,7 @@ class Member:
         now_s = self._clock()
         busy = isinstance(error, DeadlineExceededError) and now_s - self._answered_s < _BUSY_S and not self.refused
         if not busy and (now_s - self._heard_s > 1.0 or not self.outstanding):
-            self.refused = error.message
+            self.refused, self.misfit = error.message, False  # whoever comes next may be another one
 
 
 def _both(placed: Mapping[int, tuple[int, ...]], says: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:

@@ -19,6 +19,7 @@ from expertd_client.cluster.identity import Identity
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.table import LayerTable, layer_table
 from expertd_client.exchange.exchange import Exchange
+from expertd_client.exchange.session import Session
 from expertd_client.transports.protocol import Transport
 
 # Why it is so: decision 105 in DECISIONS.md.
@@ -168,6 +169,35 @@ class Members:
     def knows(self, layer: int) -> bool:
         """Whether a call of that layer need not wait for a server's first word."""
         return layer in self._tables or self._identity.num_experts(layer) is not None or not self.unknown
+
+    def described(self) -> dict[str, pb.DescribeResponse]:
+        """What each server said last, by address; without those that have never answered."""
+        return {a: m.description for a, m in self.by_address.items() if m.description is not None}
+
+    def sessions(self) -> dict[str, Session]:
+        """How messages travel to each server, by address; without those that there is no connection to."""
+        found = {a: m.exchange.agreed for a, m in self.by_address.items()}
+        return {a: session for a, session in found.items() if session is not None}
+
+    def lacking(self, layers: Sequence[int]) -> ExpertdError | None:
+        """Why calls of these layers could not be answered now; None: each of their experts has a server that may be
+        asked.  PlacementError where no server would change that by coming back, else UnavailableError."""
+        now_s, known = self.clock(), list(self.by_address.values())
+        usable = [m for m in known if m.usable(now_s)]
+        for layer in layers:
+            most = self._placed_experts.get(layer) or self._identity.num_experts(layer)
+            missing = set(range(most or 0)).difference(*(m.held.get(layer, ()) for m in usable))
+            if most and not missing:
+                continue
+            away = any(m not in usable and not m.misfit for m in known)
+            kind: type[ExpertdError] = UnavailableError if away or not known else PlacementError
+            return kind.about(
+                f"layer {layer}",
+                got=f"no server for experts {format_ranges(missing)}" if most else "no server of this layer",
+                want="a replica for every expert",
+                remedy=self.troubles() or "start servers for them",
+            )
+        return None
 
     def probed(self, member: Member, answer: pb.DescribeResponse | ExpertdError) -> float:
         """A Describe ended.  Seconds until the next one."""

@@ -109,7 +109,8 @@ class RemoteKTMoEWrapper:
         physical_to_logical_map_cpu   [experts] of any integer dtype, the model's expert under each id that is routed
                                       to; None = the ids are the model's
 
-        Raises PlacementError where a single server does not hold this layer, BadShapeError for ids beyond the model's.
+        Raises PlacementError where the servers do not hold this layer, UnavailableError where they are not up within
+        start_timeout_s, BadShapeError for ids beyond the model's.
         """
         logical = torch.arange(self.num_experts) if physical_to_logical_map_cpu is None else physical_to_logical_map_cpu
         logical = logical.long().cpu()

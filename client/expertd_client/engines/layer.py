@@ -36,11 +36,26 @@ def share(topk_ids: Tensor, padding: Tensor | None = None, rank: int = 0, ranks:
 class RankExperts:
     """The routed experts of one layer, of one rank.  No module: it has no parameters, and nothing shall move it.
 
-    Adapters of engines make it by from_environment().
+    Adapters of engines make it by from_environment().  remote: what it calls, a RemoteExperts.
     """
 
-    def __init__(self, connection: Connection, found: Found, rank: int = 0, ranks: int = 1) -> None:
-        self.remote = RemoteExperts(connection.forwarder, found.layer, max_tokens=connection.max_tokens(found)).eval()
+    def __init__(
+        self,
+        connection: Connection,
+        found: Found,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        timeout_s: float | None = None,
+        weights_version: int = 0,
+    ) -> None:
+        self.remote = RemoteExperts(
+            connection.forwarder,
+            found.layer,
+            max_tokens=connection.max_tokens(found),
+            timeout_s=timeout_s,
+            weights_version=weights_version,
+        ).eval()
         self.rank, self.ranks = rank, ranks
 
     @classmethod
@@ -55,18 +70,23 @@ class RankExperts:
         rank: int = 0,
         ranks: int = 1,
         given: object = None,
+        timeout_s: float | None = None,
+        weights_version: int = 0,
     ) -> RankExperts:
         """The experts of a model's layer at the servers that the user names.  All layers of a process share one
-        connection.  Waits until the server is up, for start_timeout_s.
+        connection.  Waits until every expert of the layer has a server that takes requests, for start_timeout_s.
 
         name         of the module in the model, for errors
         layer        its index; experts: how many it has in all; sizes: of each
         rank, ranks  of those that hold the same tokens and whose outputs are added up afterwards
         given        what the engine's configuration says: an address, a list of them, a mapping with "address" and
                      options; None = EXPERTD_ADDRESS and EXPERTD_CLIENT say it
+        timeout_s    of each call; None = that of the options, 60 where they name none
+        weights_version   as the property
 
         Raises UnsupportedCombinationError where nothing names a server or an option is wrong, PlacementError where the
-        server's layer is not this one."""
+        layer of a server is not this one, or servers that all answer lack experts of it, UnavailableError where
+        start_timeout_s is over: it names the servers that do not take requests, and why."""
         settings = settings_of(given, os.environ)
         if settings is None:
             raise UnsupportedCombinationError.about(
@@ -75,7 +95,26 @@ class RankExperts:
                 want="HOST:PORT, several of them, or a placement.json",
             )
         found = Found(name, layer, experts, hidden_size, intermediate_size)
-        return cls(connection_to(settings), found, rank, ranks)
+        connection = connection_to(settings)
+        return cls(connection, found, rank, ranks, timeout_s=timeout_s, weights_version=weights_version)
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that calls ask for from now on; 0 = whichever is served.  May be set between calls."""
+        return self.remote.weights_version
+
+    @weights_version.setter
+    def weights_version(self, version: int) -> None:
+        self.remote.weights_version = version
+
+    @property
+    def weights_version_seen(self) -> int:
+        """Of the weights that computed the last answer; 0 = none came, or from GPU to GPU, where it is not told."""
+        return self.remote.weights_version_seen
+
+    def check(self, device: int | None = None) -> None:
+        """As RemoteExperts.check: raises what replays of captured calls met.  Synchronize first."""
+        self.remote.check(device)
 
     def __call__(
         self,

@@ -114,8 +114,8 @@ class Connection:
         self.forwarder = _forwarder(settings)
 
     def max_tokens(self, found: Found) -> int:
-        """Most tokens of a request.  Waits until a single server is up, and raises PlacementError where it is not the
-        experts of `found`."""
+        """Most tokens of a request.  Waits until all experts of `found` have a server; raises PlacementError where
+        servers are not those experts, UnavailableError where start_timeout_s is over."""
         return max_tokens_of([found], self.forwarder, self.settings.start_timeout_s)
 
 

@@ -33,6 +33,7 @@ from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinati
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
+from expertd_client.requests.checks import gradients_refused, refuse_gradients
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import recorder
@@ -213,16 +214,10 @@ class RemoteExperts(torch.nn.Module):
         return [self.forwarder.submit_request(request, timeout_s=self.timeout_s) for request in call.requests]
 
     def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
-        if not self.training and not (
-            torch.is_grad_enabled() and (hidden_states.requires_grad or topk_weights.requires_grad)
-        ):
-            return
-        raise UnsupportedCombinationError.about(
-            f"layer {self.layer}: remote experts",
-            got="a module in training" if self.training else "inputs that require gradients",
-            want="inference: a server computes no gradients",
-            remedy="call model.eval()" if self.training else "call it under torch.inference_mode() or torch.no_grad()",
-        )
+        if self.training:
+            raise gradients_refused(self.layer, "a module in training", "call model.eval()")
+        if torch.is_grad_enabled():
+            refuse_gradients(self.layer, hidden_states, topk_weights)
 
     def _refuse_capture(self, x: Tensor, transport: DeviceTransport | None) -> None:
         """What goes through this process cannot be in a CUDA graph."""

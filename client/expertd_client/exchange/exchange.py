@@ -126,6 +126,12 @@ class Exchange:
         return link is not None and link.alive
 
     @property
+    def agreed(self) -> Session | None:
+        """How messages travel on the present connection; None: there is none, or the offer was not answered yet."""
+        link = self._link
+        return link.agreed if link is not None and link.alive else None
+
+    @property
     def transport_name(self) -> str:
         """Transport of the session; "inline" until one is agreed on."""
         link = self._link

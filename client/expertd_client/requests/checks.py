@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from expertd.codec import RequestForm
 from expertd.common.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
 from expertd.common.grouped import experts_of_rows
-from expertd.errors import BadShapeError
+from expertd.errors import BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
 from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype
@@ -16,7 +17,7 @@ from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dt
 if TYPE_CHECKING:
     from expertd_client.requests.request import Grouped
 
-__all__ = ["checked", "form_of"]
+__all__ = ["checked", "form_of", "gradients_refused", "refuse_gradients"]
 
 _Checked: TypeAlias = "tuple[tuple[int, ...], RequestForm | None, bool]"
 _known: dict[object, _Checked] = {}
@@ -66,6 +67,22 @@ def _check(
         _check_grouped(grouped, topk_ids, topk_weights, shape[0])
         return answer, hidden
     return answer, hidden, *_check_routes(topk_ids, topk_weights, shape[0])
+
+
+def refuse_gradients(layer: int, hidden_states: Any, topk_weights: Any) -> None:
+    """Raises UnsupportedCombinationError for torch tensors whose gradients torch would follow through the call."""
+    follows = getattr(hidden_states, "requires_grad", False) or getattr(topk_weights, "requires_grad", False)
+    if follows and sys.modules["torch"].is_grad_enabled():
+        raise gradients_refused(
+            layer, "inputs that require gradients", "call it under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def gradients_refused(layer: int, got: str, remedy: str) -> UnsupportedCombinationError:
+    """Of whatever would need them."""
+    return UnsupportedCombinationError.about(
+        f"layer {layer}: remote experts", got=got, want="inference: a server computes no gradients", remedy=remedy
+    )
 
 
 def form_of(dtypes: tuple[int, ...], *tensors: Any) -> RequestForm | None:

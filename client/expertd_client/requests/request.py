@@ -21,7 +21,7 @@ from expertd.codec import ForwardRequestView, RequestForm, encode_stream_request
 from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.requests.checks import checked, form_of
+from expertd_client.requests.checks import checked, form_of, refuse_gradients
 from expertd_client.requests.current_span import current_traceparent
 from expertd_client.requests.e4m3 import E4m3, quantize
 from expertd_client.requests.tensors import Synthetic, bytes_of, keep_or, take, to_wire
@@ -111,7 +111,8 @@ class Request(_Fields):
     plain           whether all three tensors are numpy arrays of few bytes and M > 0: they are copied, without a look
                     at where they lie
 
-    Raises BadDtypeError, BadShapeError and, for a layer that is no number, LayerNotHeldError: what can be seen without
+    Raises BadDtypeError, BadShapeError, UnsupportedCombinationError for tensors that require gradients (but under
+    torch.no_grad() or inference_mode()) and, for a layer that is no number, LayerNotHeldError: what can be seen without
     the server.
     """
 
@@ -143,6 +144,8 @@ class Request(_Fields):
         made.traceparent = traceparent or current_traceparent()
         made.weights_version = weights_version
         made.dtypes, made._form, made.plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        if not made.plain:
+            refuse_gradients(layer, hidden_states, topk_weights)
         return _finished(made)
 
     def __setattr__(self, name: str, value: object) -> None:

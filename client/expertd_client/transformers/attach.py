@@ -134,8 +134,8 @@ def attach(model: torch.nn.Module, to: Servers, *, timeout_s: float | None = Non
     timeout_s   of each call; None = no limit
     keep        the modules that are replaced are kept, for detach(); without, their memory is free
 
-    Raises UnsupportedCombinationError where the model's experts cannot be replaced, PlacementError where the server's
-    layers, experts or sizes are not the model's.
+    Raises UnsupportedCombinationError where the model's experts cannot be replaced, PlacementError where a server's
+    layers, experts or sizes are not the model's, UnavailableError where not all experts have a server within 10 s.
     """
     found = find_experts(model)
     forwarder = forwarder_to(to)

@@ -50,8 +50,11 @@ class Fake:
     A test sets `does`: called with each request before it is answered, may raise a row of the error table, or sleep.
     """
 
-    def __init__(self, held, experts=E, max_tokens=0, fingerprint="f00d", load=None, max_in_flight=0, weights=None):
+    def __init__(
+        self, held, experts=E, max_tokens=0, fingerprint="f00d", load=None, max_in_flight=0, weights=None, inner=0
+    ):
         self.held, self.experts, self.max_tokens, self.fingerprint = held, experts, max_tokens, fingerprint
+        self.inner = inner  # the intermediate size that it says
         self.weights = weights or (lambda expert: [])  # expert -> digests of its weights
         self.asked, self.describes, self.away = [], 0, False
         self.does = lambda request: None
@@ -81,6 +84,7 @@ class Fake:
             pb.Layer(
                 layer=n,
                 num_experts=self.experts,
+                intermediate_size=self.inner,
                 held=[pb.ExpertRange(first=e, count=1) for e in sorted(held)],
                 weight_digests=[digest for e in sorted(held) for digest in self.weights(e)],
             )

@@ -39,6 +39,28 @@ def check(answer):
     assert answer.routes_computed == ROUTES
 
 
+async def test_it_says_what_each_server_said_and_how_messages_travel():
+    servers = replicas()
+    servers["b"].away = True
+    async with cluster_of(servers) as cluster:
+        described, sessions = await cluster.describe(), await cluster.session()
+        assert {a: d.layers[0].held[0].first for a, d in described.items()} == {"a": 0, "c": 4}
+        assert {a: s.transport for a, s in sessions.items()} == {"a": "inline", "c": "inline"}
+
+
+async def test_layers_are_waited_for():
+    servers = replicas()
+    servers["c"].away = True
+    async with cluster_of(servers) as cluster:
+        with pytest.raises(UnavailableError, match=r"layer 0: got no server for experts 4-7.*c: away"):
+            await cluster.wait_for_layers([0], timeout_s=0.2)
+        waits = asyncio.create_task(cluster.wait_for_layers([0], timeout_s=50.0))
+        servers["c"].away = False
+        await waits
+        with pytest.raises(PlacementError, match="layer 1: got no server of this layer"):
+            await cluster.wait_for_layers([0, 1], timeout_s=50.0)
+
+
 async def test_answers():
     servers = replicas()
     async with cluster_of(servers) as cluster:
@@ -56,6 +78,8 @@ async def test_answers():
             await cluster.forward(0, X, IDS + 8, W)
     with pytest.raises(RequestCancelledError):
         await cluster.forward(0, X, IDS, W)
+    with pytest.raises(RequestCancelledError):
+        await cluster.wait_for_layers([0])
     assert not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
 

@@ -26,6 +26,7 @@ from expertd.errors import (
 from expertd.placement import Placement, Server
 from expertd_client import Forwarder, Synthetic
 from expertd_client.cluster import ExpertCluster, OnMissing
+from expertd_client.exchange.session import Session
 
 ALL = range(E)
 LAYOUTS = {
@@ -71,6 +72,24 @@ def test_the_answer_is_that_of_one_server(name, tokens):
             assert set(sent.ravel().tolist()) <= {-1, *server.held[0]}, (
                 f"{address} was sent routes that it does not hold"
             )
+
+
+@pytest.mark.timeout(60)
+def test_it_says_what_each_server_said_and_how_messages_travel():
+    servers = servers_of(LAYOUTS["three"])
+    servers["s1"].away = True
+    with cluster_of(servers) as cluster:
+        described, sessions = cluster.describe(), cluster.session()
+        assert {a: d.layers[0].held[0].first for a, d in described.items()} == {"s0": 0, "s2": 2}
+        assert sessions == {"s0": Session(), "s2": Session()}
+        servers["s1"].away = False
+        cluster.wait_for_layers([0, 3])
+        assert list(cluster.session()) == list(cluster.describe()) == list(servers)
+        servers["s1"].away = True
+        until(lambda: cluster.servers["s1"])
+        assert list(cluster.describe()) == list(servers), "what it said last"
+    with pytest.raises(RequestCancelledError):
+        cluster.wait_for_layers([0, 9])
 
 
 @pytest.mark.timeout(60)

@@ -181,6 +181,16 @@ def test_a_caller_may_ask_for_a_version():
         nothing_under_way(cluster)
 
 
+def test_a_version_that_one_half_lacks_is_waited_for_as_long_as_a_call_has():
+    servers = {"a": Versioned(LOW, [2, 1]), "b": Versioned(HIGH, [2])}
+    with cluster_of(servers) as cluster:
+        with pytest.raises(DeadlineExceededError):
+            cluster.forward(0, X, IDS, W, weights_version=1, timeout_s=0.3)
+        servers["b"].versions = [2, 1]
+        check(cluster.forward(0, X, IDS, W, weights_version=1), 1)
+        nothing_under_way(cluster)
+
+
 def test_a_version_that_one_replica_holds_is_had_from_that_one():
     servers = {"a": Versioned({0: range(8)}, [3, 2]), "b": Versioned({0: range(8)}, [3, 2])}
     with cluster_of(servers) as cluster:

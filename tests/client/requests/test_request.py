@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from expertd.codec import encode_stream_request
 from expertd.errors import BadDtypeError, BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client import Grouped, Request, Synthetic
+from expertd_client import Grouped, RemoteExperts, Request, Synthetic
 
 X, IDS, WEIGHTS = np.ones((3, 8), np.float32), np.ones((3, 2), np.int32), np.ones((3, 2), np.float32)
 
@@ -46,6 +46,21 @@ def numbered(tokens=6, top_k=3, of=np.asarray):
 def test_half_a_routing_is_refused(wrong):
     with pytest.raises(BadShapeError, match="want topk_ids and topk_weights, or grouped alone"):
         request(**wrong)
+
+
+def test_inputs_that_require_gradients_are_refused_as_by_remote_experts():
+    x, ids, weights = (torch.from_numpy(t.copy()) for t in (X, IDS, WEIGHTS))
+    for inputs in ((x.clone().requires_grad_(), ids, weights), (x, ids, weights.clone().requires_grad_())):
+        refusals = []
+        for call in (lambda *t: Request(4, *t), RemoteExperts(None, 4).eval()):
+            with pytest.raises(UnsupportedCombinationError, match=r"require gradients.*inference_mode") as refused:
+                call(*inputs)
+            refusals.append(str(refused.value))
+        assert refusals[0] == refusals[1]
+        with torch.no_grad():
+            assert Request(4, *inputs).tokens == 3
+    with pytest.raises(UnsupportedCombinationError, match="require gradients"):
+        Request(4, x.clone().requires_grad_(), grouped=Grouped([5], [3]))
 
 
 @pytest.mark.parametrize(
