@@ -69,8 +69,8 @@ class CaseResult:
 class LayerResult:
     """backend: None where none was chosen; fault: why the layer is not ok, "" if it is.
 
-    quantization_error: (w13, w2), the relative error that `--quantize` made in the weights of the first expert held; None
-    without it."""
+    quantization_error: (w13, w2), the relative error that `--quantize` made in the weights of the first expert held, or
+    None."""
 
     layer: int
     scheme: str
