@@ -3,6 +3,7 @@
 PYTHON     ?= python3
 CHECKPOINT ?= tests/fixtures/gptq-w4-g128-sym-descact-false-qwen3moe1l
 PIP_ARGS   ?=
+TORCH_INDEX ?=
 TEST_ARGS  ?=
 SOAK_S     ?= 600
 MACHINES   ?= x86_64,aarch64
@@ -25,13 +26,18 @@ help:           ## this list
 
 setup: $(STAMP) ## .venv with everything pinned by constraints.txt, the package editable, the native kernel compiled
 
-# torch comes first and alone: a later resolver run then keeps the CPU build instead of fetching CUDA packages.
+# torch comes first and alone: a later resolver run then keeps the CPU build instead of fetching CUDA packages.  From
+# TORCH_INDEX without its requirements: that index has few versions of them.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[test]'
-	touch $(STAMP)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "setup, 1 of 2: torch into .venv (minutes where it has to be downloaded)"
+	@test -z "$(TORCH_INDEX)" || \
+	  $(BIN)/python -m pip install -q $(PIP_ARGS) --index-url "$(TORCH_INDEX)" -c constraints.txt --no-deps torch
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	@echo "setup, 2 of 2: all other packages, tools of tests among them, and compiling C++ (minutes on two cores)"
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt hatchling editables
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt --no-build-isolation -e '.[test]'
+	@touch $(STAMP)
 
 # tritonclient calls the KServe facade in a test.  Without its own requirements: it asks for an older protobuf than it needs.
 # What checks deploy/: 120 MB that serving, the demo and all other tests do without.

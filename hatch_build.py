@@ -1,8 +1,8 @@
-"""Build hook: compiles the CPU kernel and five small libraries when a wheel or an editable install is made.
+"""Build hook: compiles the CPU kernel and the small libraries of cxx.py when a wheel or an editable install is made.
 
-Where the machine has no compiler, the build gets one from PyPI (ziglang, 100 MB, for the build alone).  Where a library
-cannot be compiled the install goes on: the server then says at its start that its core is missing, and a client has no
-shared memory.
+Where the machine has no compiler, the build gets one from PyPI (ziglang, 100 MB, for the build alone), unless it runs
+with --no-build-isolation.  Where a library cannot be compiled the install goes on: the server then says at its start
+that its core is missing, and a client has no shared memory.
 
 EXPERTD_WHEEL=x86_64 or aarch64 (`make wheel` sets it) makes a wheel to give away: for that architecture and for every
 Linux with the glibc that native/csrc/build.py names.  There a failure is an error.
@@ -64,7 +64,7 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[misc, type-arg, unuse
         build_data["tag"] = f"py3-none-{platform}"  # C ABI through ctypes: any Python of this platform
 
     def _small_libraries(self, build_data: dict[str, Any], machine: str) -> None:
-        """Those of shared memory, e4m3, the engine's core and a cluster's sums; without them expertd does with less."""
+        """Those of cxx.LIBRARIES; without them expertd does with less, a server without its core not at all."""
         cxx = _module("expertd_cxx", ROOT / "proto" / "expertd" / "cxx.py")
         for library in cxx.LIBRARIES:
             if machine:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 
 from expertd.errors import TABLE, ExpertdError, InvalidRequestError
+from expertd_client.cluster.policy import Verdict, verdict
 
 __all__ = ["markdown"]
 
@@ -14,6 +15,7 @@ def markdown(note: str) -> str:
     wrong = [e for e in TABLE.values() if issubclass(e, InvalidRequestError)]
     again = [e for e in TABLE.values() if e.retryable]
     rest = [e for e in TABLE.values() if e not in wrong and e not in again]
+    elsewhere = [e for e in TABLE.values() if not e.retryable and verdict(e("")) is Verdict.ELSEWHERE]
     return f"""# Error reasons
 
 {note}
@@ -37,9 +39,13 @@ the status code and with trailing metadata: `expertd-reason`, `expertd-retryable
 `expertd-retry-after-us`.
 
 ## Try again later or at another replica
-These are retryable. Nothing here has side effects, so a second try is safe.
+These are retryable. Nothing here has side effects, so a second try is safe. `ExpertClient(..., retry=Retry(...))` tries
+again at its server, `ExpertCluster` at another replica, or after a pause at the same one.
 
 {_table(again)}
+
+These are not retryable, but of one server, so `ExpertCluster` asks another replica all the same:
+{", ".join(f"`{e.reason}`" for e in elsewhere)}. If there is none, the call raises the error.
 
 ## The request is wrong
 The same request fails at every replica. These classes are also `ValueError` (`InvalidRequestError`).

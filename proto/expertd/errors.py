@@ -332,7 +332,8 @@ class DrainingError(ExpertdError, code=Code.UNAVAILABLE, reason="DRAINING", retr
 
 
 class BackendFailedError(ExpertdError, code=Code.INTERNAL, reason="BACKEND_FAILED"):
-    """The kernel backend raised; the text names the backend and the layer."""
+    """The kernel backend raised; the text names the backend and the layer.  Not retryable: the same server would
+    probably fail again.  ExpertCluster asks another replica."""
 
 
 class InternalError(ExpertdError, code=Code.INTERNAL, reason="INTERNAL"):

@@ -73,7 +73,10 @@ NOT_HERE = (
     Rule(r"buf (lint|build|breaking)\b", "make lint runs it"),
     Rule(r"grpcurl .*channelz", "needs a number that another answer has; tests/rpc/test_channelz.py"),
 )
-NOT_HERE_PYTHON = (Rule(r"(?s).*\.svc:", "needs the name of a Kubernetes Service"),)
+NOT_HERE_PYTHON = (
+    Rule(r"(?s).*\.svc:", "needs the name of a Kubernetes Service"),
+    Rule(r"(?s).*127.0.0.1:50051\", \"127.0.0.1:50052", "needs two halves; tests/rpc/test_engines_docs.py starts them"),
+)
 LONG = (
     Rule(r"expertd serve +--synthetic qwen3-30b-a3b", "packs layers of a real size"),
     Rule(r"expertctl plan .*--window", "counts for a minute"),

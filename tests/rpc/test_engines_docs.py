@@ -1,17 +1,19 @@
 """docs/engines.md: its snippets run as they stand there, but for the address."""
 
+import ast
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 from in_process import hosts
 
-from expertd_client import RemoteExperts
+from expertd.errors import BadDtypeError, BadShapeError
+from expertd_client import ExpertClient, RemoteExperts
 from expertd_server.config.values import Shard
 
 TEXT = (Path(__file__).parents[2] / "docs/engines.md").read_text()
-TORCH, NUMPY, CLUSTER, PIN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TORCH, GRAPH, NUMPY, CLUSTER, PIN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,7 @@ def serve():
 
 def run(snippet: str, *addresses: str) -> dict[str, object]:
     """What the snippet has named; its addresses are replaced in their order."""
-    for found, address in zip(dict.fromkeys(re.findall(r"\d+\.\d+\.\d+\.\d+:50051", snippet)), addresses, strict=True):
+    for found, address in zip(dict.fromkeys(re.findall(r"\d+\.\d+\.\d+\.\d+:\d{5}", snippet)), addresses, strict=True):
         snippet = snippet.replace(found, address)
     names: dict[str, object] = {}
     exec(snippet, names)
@@ -34,6 +36,17 @@ def test_a_torch_module(serve):
     experts, shared = named["y"] - named["shared"], named["shared"]
     assert experts.shape == shared.shape == (4, 256)
     assert float(experts.abs().max()) > 0
+
+
+def names(snippet: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(snippet)) if isinstance(node, ast.Name)}
+
+
+def test_a_cuda_graph_is_captured_with_names_of_the_first_snippet():
+    """It runs with two GPUs alone: tests/gpu/test_remote_graphs.py."""
+    assert names(GRAPH) <= {*names(TORCH), "graph"}
+    assert ".check()" in GRAPH
+    assert callable(RemoteExperts.check)
 
 
 def test_numpy(serve, capsys):
@@ -51,12 +64,53 @@ def test_all_layers_of_a_step_are_pinned_to_one_version():
 def test_a_cluster_has_the_same_methods(serve):
     halves = [str(serve(shard=Shard(n, 2)).address) for n in (0, 1)]
     named = run(CLUSTER, *halves)
-    experts = named["experts"]
-    with experts:
-        assert list(named["transports"]) == halves
-        assert named["described"].model.hidden_size == 256
-        answer = experts.forward(
-            0, np.ones((2, 256), np.float32), np.tile(np.int32([0, 7]), (2, 1)), np.full((2, 2), 0.5, np.float32)
-        )
-    assert answer.routes_computed == 4
+    assert list(named["transports"]) == halves
+    assert named["described"].model.hidden_size == 256
+    answer = named["answer"]
+    assert answer.routes_computed == 8
     assert {part.server for part in answer.parts} == set(halves)
+
+
+TAKEN = {
+    "hidden states": "float64 float32 float16 bfloat16 int32",
+    "expert ids": "int8 int16 uint8 int32 int64 uint16 float32",
+    "router weights": "float64 float32 float16 bfloat16",
+}
+"""Dtypes that are tried; the table says which are taken."""
+NAMES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def said(argument: str, column: int) -> set[str]:
+    """The dtypes of a row of the table; column: 1 for ExpertClient, 2 for modules."""
+    cell = re.search(rf"^\| {argument} \|(.*)$", TEXT, re.MULTILINE)[1].split("|")[column - 1]
+    if "any integer" in cell:
+        return {"int8", "int16", "uint8", "int32", "int64", "uint16"}
+    return {NAMES.get(word, word) for word in re.findall(r"\b(?:b?f|int)\d+\b", cell.replace("sent as f32", ""))}
+
+
+@pytest.mark.parametrize("column", [1, 2])
+def test_the_table_of_dtypes_and_shapes(serve, column):
+    with ExpertClient(str(serve().address)) as client, torch.inference_mode():
+        module = RemoteExperts(client, 0).eval()
+
+        def call(*tensors):
+            return client.forward(0, *tensors).output if column == 1 else module(*tensors)
+
+        def taken(*tensors) -> bool:
+            try:
+                answer = call(*tensors)
+            except (BadDtypeError, BadShapeError):
+                return False
+            assert (answer.shape, answer.dtype) == (tensors[0].shape, tensors[0].dtype)
+            return True
+
+        whole = [torch.ones(4, 256), torch.tensor([[0, 1, 7]] * 4), torch.full((4, 3), 0.5)]
+        for at, (argument, dtypes) in enumerate(TAKEN.items()):
+            for dtype in dtypes.split():
+                tensors = [*whole]
+                tensors[at] = tensors[at].to(getattr(torch, dtype))
+                assert taken(*tensors) == (dtype in said(argument, column)), (argument, dtype)
+        assert taken(*(t[:0] for t in whole))
+        assert taken(*(t.repeat(1, 2)[:, ::2] for t in whole))
+        assert taken(*(t.view(2, 2, -1) for t in whole)) == (column == 2)
+        assert not taken(whole[0], whole[1][:2], whole[2])

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from expertd.errors import BadResponseError, BadShapeError, UnsupportedCombinationError
+from expertd.errors import BadDtypeError, BadResponseError, BadShapeError, UnsupportedCombinationError
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
@@ -317,6 +317,8 @@ def _flat(x: Tensor, rows: int) -> Tensor:
 
 
 def _as_ids(x: Tensor) -> Tensor:
+    if x.is_floating_point():
+        raise BadDtypeError.about("topk_ids", got=f"dtype {x.dtype}", want="an integer dtype")
     return x if x.dtype in (torch.int32, torch.int64) else x.long()
 
 

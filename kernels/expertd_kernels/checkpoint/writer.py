@@ -23,8 +23,8 @@ from expertd_kernels.checkpoint.recipe import LayerRecipe
 from expertd_kernels.checkpoint.tensors import DTYPES, Counter, Shard, Stored
 from expertd_kernels.checkpoint.units import Piece
 from expertd_kernels.checkpoint.writer_formats import Target, projections, target_for
-from expertd_kernels.weights.canonical import QuantTensor, Weights
-from expertd_kernels.weights.numerics import relative_error
+from expertd_kernels.weights.canonical import Weights
+from expertd_kernels.weights.numerics import weight_errors
 from expertd_kernels.weights.quantize import quantize
 from expertd_kernels.weights.scheme import Scheme
 
@@ -162,11 +162,8 @@ def _quantized(source: Checkpoint, recipe: LayerRecipe, ids: list[int], scheme: 
     except ValueError as e:
         raise ValueError(f"layer {recipe.layer}, experts {ids[0]} to {ids[-1]}: {e}") from e
     if ids[0] == 0:
-
-        def error(a: QuantTensor, b: QuantTensor) -> float:
-            return relative_error(a.experts(slice(0, 1)).dequantize(), b.experts(slice(0, 1)).dequantize())
-
-        summary.errors[recipe.layer] = (error(out.w13, weights.w13), error(out.w2, weights.w2))
+        first = slice(0, 1)
+        summary.errors[recipe.layer] = weight_errors(out.experts(first), weights.experts(first))
     return out
 
 

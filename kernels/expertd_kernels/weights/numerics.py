@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from expertd_kernels.weights.canonical import Weights
 from expertd_kernels.weights.scheme import ActivationQuant
 
-__all__ = ["COMPUTE_DTYPE", "relative_error", "tolerance"]
+__all__ = ["COMPUTE_DTYPE", "relative_error", "tolerance", "weight_errors"]
 
 COMPUTE_DTYPE = {"bf16": torch.bfloat16, "f32": torch.float32}
 """Problem.compute_dtype as torch spells it: of the activations that experts take and give."""
@@ -22,6 +23,13 @@ def relative_error(out: Tensor, ref: Tensor) -> float:
     if norm == 0.0:
         return 0.0 if error == 0.0 else float("inf")
     return error / norm
+
+
+def weight_errors(quantized: Weights, original: Weights) -> tuple[float, float]:
+    """(w13, w2): relative errors of the dequantized weights of the same experts, on any devices."""
+    pairs = ((quantized.w13, original.w13), (quantized.w2, original.w2))
+    w13, w2 = (relative_error(q.dequantize(), o.dequantize()) for q, o in pairs)
+    return w13, w2
 
 
 def tolerance(compute_dtype: str, activation_quant: ActivationQuant = ActivationQuant.NONE) -> float:

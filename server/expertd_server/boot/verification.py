@@ -24,8 +24,9 @@ from expertd_kernels.common.refused import Refused
 from expertd_kernels.oracle.decision import NoBackendError
 from expertd_kernels.packed.builder import build
 from expertd_kernels.packed.selfcheck import self_check
+from expertd_kernels.sources.quantized import QuantizedSource
 from expertd_kernels.sources.source import ExpertSource
-from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance
+from expertd_kernels.weights.numerics import COMPUTE_DTYPE, relative_error, tolerance, weight_errors
 from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.boot.assignment import Assignment
 
@@ -66,7 +67,10 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """backend: None where none was chosen; fault: why the layer is not ok, "" if it is."""
+    """backend: None where none was chosen; fault: why the layer is not ok, "" if it is.
+
+    quantization_error: (w13, w2), the relative error that `--quantize` made in the weights of the first expert held, or
+    None."""
 
     layer: int
     scheme: str
@@ -78,6 +82,7 @@ class LayerResult:
     seconds: float
     bytes_read: int
     fault: str = ""
+    quantization_error: tuple[float, float] | None = None
 
     @property
     def ok(self) -> bool:
@@ -150,7 +155,7 @@ def _verify_layer(
     start, before = time.perf_counter(), _bytes_read(source)
     problem = assignment.decision.problem
     backend = None if assignment.decision.chosen is None else assignment.decision.chosen.name
-    error, compared, fault = float("inf"), 0, ""
+    error, compared, fault, lost, read = float("inf"), 0, "", None, None
     limit = tolerance(problem.compute_dtype, problem.activation_quant)
     results: list[CaseResult] = []
     try:
@@ -161,6 +166,8 @@ def _verify_layer(
         check = self_check(experts, weights, problem, reference_experts=reference_experts, device=device)
         error, compared, fault = check.relative_error, check.experts_compared, check.fault
         results = [_compare(c, experts, problem, device) for c in cases]
+        read = _bytes_read(source) - before
+        lost = _quantization_error(source, assignment)
     except (NoBackendError, Refused, ImportError, ValueError, OSError, RuntimeError) as e:
         fault = str(e) if isinstance(e, (NoBackendError, ValueError)) else f"{type(e).__name__}: {e}"
     found = LayerResult(
@@ -172,10 +179,19 @@ def _verify_layer(
         compared,
         len(assignment.held),
         time.perf_counter() - start,
-        _bytes_read(source) - before,
+        _bytes_read(source) - before if read is None else read,
         fault,
+        lost,
     )
     return found, results
+
+
+def _quantization_error(source: ExpertSource, assignment: Assignment) -> tuple[float, float] | None:
+    """LayerResult's; that expert is read once more."""
+    if not isinstance(source, QuantizedSource):
+        return None
+    layer, first = assignment.info.layer, assignment.held[:1]
+    return weight_errors(source.load(layer, first), source.source.load(layer, first))
 
 
 def _compare(case: Case, experts: Experts, problem: Problem, device: torch.device) -> CaseResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from expertd_kernels.checkpoint.writer import Summary
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "largest_error", "run"]
 
 GIB = 1 << 30
 
@@ -108,16 +109,21 @@ class _Progress:
         self._bar.update(self._task, completed=done)
 
 
+def largest_error(errors: Mapping[int, tuple[float, float]]) -> str:
+    """What quantizing changed, in a sentence.  errors: (w13, w2) by layer."""
+    worst = max(errors, key=lambda n: max(errors[n]))
+    w13, w2 = errors[worst]
+    return f"largest relative error of the weights: layer {worst}, w13 {w13:.4f}, w2 {w2:.4f} (first expert of each)"
+
+
 def _print(s: Summary, destination: Path, seconds: float) -> None:
     from expertd.common.tables import console, print_sentence
 
-    worst = max(s.errors, key=lambda n: max(s.errors[n]))
-    w13, w2 = s.errors[worst]
     layers = f"{s.layers} layer{'s' if s.layers > 1 else ''}"
     size = f"{s.bytes_before / 2**20:,.1f} -> {s.bytes_after / 2**20:,.1f} MiB"
     files = f"{len(s.files)} file{'s' if len(s.files) > 1 else ''}"
     for text in (
         f"{destination}: {s.experts} experts of {layers} in {s.scheme} ({s.format}), {size}, {files}, {seconds:.1f} s",
-        f"largest relative error of the weights: layer {worst}, w13 {w13:.4f}, w2 {w2:.4f} (first expert of each)",
+        largest_error(s.errors),
     ):
         print_sentence(console(), text)

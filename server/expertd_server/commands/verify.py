@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from expertd_server.commands.quantize import largest_error
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError
 
@@ -32,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
         description="Loads each layer, runs the selected backend and the float32 reference on random inputs that reach"
         " every expert, and prints the relative error ||out - ref|| / ||ref||.  Answers in a file"
         " expected.safetensors of"
-        " the checkpoint are compared, too.  Exit code 0 if every error is within its tolerance, else 1.",
+        " the checkpoint are compared, too.  The reference computes with the weights that are served, after --quantize"
+        " the quantized ones; what --quantize changed in them is printed below, without a tolerance.  Exit code 0 if"
+        " every error is within its tolerance, else 1.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(
@@ -122,6 +125,7 @@ def _as_json(layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> dict
                 "tolerance": r.tolerance,
                 "ok": r.ok,
                 "fault": r.fault,
+                "quantization_error": _weights(r),
                 "experts": r.experts,
                 "experts_compared": r.experts_compared,
                 "seconds": round(r.seconds, 4),
@@ -141,6 +145,10 @@ def _as_json(layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> dict
             for c in cases
         ],
     }
+
+
+def _weights(r: LayerResult) -> dict[str, float] | None:
+    return None if r.quantization_error is None else dict(zip(("w13", "w2"), r.quantization_error, strict=True))
 
 
 def _print(console: Console, layers: Sequence[LayerResult], cases: Sequence[CaseResult]) -> None:
@@ -166,6 +174,8 @@ def _print(console: Console, layers: Sequence[LayerResult], cases: Sequence[Case
     for r in layers:
         if r.fault:
             print_sentence(console, f"layer {r.layer}: {r.fault}")
+    if lost := {r.layer: r.quantization_error for r in layers if r.quantization_error is not None}:
+        print_sentence(console, largest_error(lost))
     if cases:
         console.print()
         table = Table(show_edge=False, pad_edge=False)

@@ -146,8 +146,29 @@ def test_quantizing_at_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         code, found = verify(capsys, tmp_path, "--quantize", scheme, "--backend", "reference")
         assert code == 0, found
         assert found["layers"][0]["scheme"] == name
+        assert found["layers"][0]["quantization_error"].keys() == {"w13", "w2"}
     assert main(["verify", "--checkpoint", str(FIXTURES / CT), "--quantize", "int8"]) == 2
     assert "int4_g128 already" in capsys.readouterr().err
+
+
+def test_what_quantizing_changed_is_what_quantize_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error of the backend says nothing about it: the reference computes with the quantized weights."""
+    folder = FIXTURES / "bf16-sharded-qwen3moe1l"
+    assert main(["quantize", str(folder), str(tmp_path / "q"), "--scheme", "int4_g128"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    flags = ["--quantize", "int4_g128", "--backend", "reference"]
+    assert main(["verify", "--checkpoint", str(folder), *flags]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    code, found = verify(capsys, folder, *flags)
+    assert code == 0
+    layer = found["layers"][0]
+    assert all(f"{name} {layer['quantization_error'][name]:.4f}" in said for name in ("w13", "w2"))
+    assert min(layer["quantization_error"].values()) > 10 * layer["relative_error"]
+    whole = verify(capsys, folder, "--backend", "reference")[1]["layers"][0]
+    assert whole["quantization_error"] is None
+    half = verify(capsys, folder, *flags, "--shard", "1/2")[1]["layers"][0]
+    assert half["quantization_error"] != layer["quantization_error"], "of another expert"
+    assert (layer["bytes_read"], half["bytes_read"]) == (whole["bytes_read"], whole["bytes_read"] // 2)
 
 
 def test_rounded_activations_are_compared_with_rounded_answers(capsys: pytest.CaptureFixture[str]) -> None:
