@@ -348,6 +348,19 @@ def test_the_jobs_of_admins(name, commands, monkeypatch, tmp_path):
     assert {"/tls", "/admin", "/tmp"} == mounted
 
 
+def test_the_volume_of_checkpoints_is_what_the_example_mounts():
+    import kubernetes_validate
+    import yaml
+
+    claim, pod = yaml.safe_load_all((ROOT / "deploy/kubernetes/models.yaml").read_text())
+    for version in KUBERNETES:
+        for o in (claim, pod):
+            kubernetes_validate.validate(o, version, strict=True)
+    (volume,) = pod["spec"]["volumes"]
+    named = values("mixed-pools")["models"]["volume"]["persistentVolumeClaim"]["claimName"]
+    assert claim["metadata"]["name"] == volume["persistentVolumeClaim"]["claimName"] == named
+
+
 NOTES_TLS = {"tls": {"secretName": "a", "serverName": "b", "clientCertificates": True}}
 
 
