@@ -134,6 +134,42 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
         ),
     ),
     (
+        "Weights and devices",
+        (
+            Panel(
+                "Version of the weights",
+                "short",
+                each(f"max by (instance) (expertd_weights_version{{{CHOSEN}}})"),
+                "The same for all servers, but for the moments of an update",
+            ),
+            Panel(
+                "Files read again",
+                "short",
+                [(rate("expertd_reloads_total", "what, outcome"), "{{what}} {{outcome}}")],
+                "Certificates and callers; broken: those before stay in effect",
+            ),
+            Panel("Faults", "short", [(rate("expertd_faults_total", "instance, kind"), "{{instance}} {{kind}}")]),
+            Panel(
+                "Routes a second, by device of a server",
+                "short",
+                [(rate("expertd_part_routes_total", "instance, device"), "{{instance}} {{device}}")],
+                "Of servers with several devices",
+            ),
+            Panel(
+                "GPU",
+                "percentunit",
+                [(f"max by (instance, of) (expertd_gpu_utilization_ratio{{{CHOSEN}}})", "{{instance}} {{of}}")],
+                "NVIDIA, with the extra nvml",
+            ),
+            Panel(
+                "GPU memory",
+                "bytes",
+                [(now("expertd_gpu_memory_bytes", "instance, what"), "{{instance}} {{what}}")],
+                "Of all processes",
+            ),
+        ),
+    ),
+    (
         "Processes",
         (
             Panel("Resident memory", "bytes", each(now("process_resident_memory_bytes", "instance"))),

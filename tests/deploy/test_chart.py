@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import os
 import re
 import subprocess
@@ -12,6 +14,7 @@ import pytest
 from chart_kit import CHART, NEEDED, ROOT, helm, objects
 from command_kit import read
 
+from expertd_client.transports.credentials import Credentials
 from expertd_server.config.values import Shard
 
 if sys.version_info >= (3, 11):
@@ -189,7 +192,7 @@ def test_nobody_is_root_and_nothing_is_written_but_caches(rendered):
 
 
 def test_selectors_find_the_pods(rendered):
-    for name, s in sets(rendered).items():
+    for s in sets(rendered).values():
         labels = s["spec"]["template"]["metadata"]["labels"].items()
         (service,) = (o for (kind, _), o in rendered.items() if kind == "Service")
         assert service["spec"]["clusterIP"] == "None"
@@ -200,11 +203,23 @@ def test_selectors_find_the_pods(rendered):
         wanted += [
             o["spec"]["podSelector"]["matchLabels"] for (kind, _), o in rendered.items() if kind == "NetworkPolicy"
         ]
-        budget = rendered.get(("PodDisruptionBudget", name))
-        wanted += [budget["spec"]["selector"]["matchLabels"]] if budget else []
         assert all(w.items() <= labels for w in wanted)
-    budgets = {name for kind, name in rendered if kind == "PodDisruptionBudget"}
-    assert budgets in (set(), sets(rendered).keys())
+
+
+def test_each_shard_has_one_budget_for_all_of_its_copies(rendered):
+    """Kubernetes evicts no pod that two budgets select, and two of one shard would each let a copy go."""
+    budgets = [
+        o["spec"]["selector"]["matchLabels"] for (kind, _), o in rendered.items() if kind == "PodDisruptionBudget"
+    ]
+    labels = [s["spec"]["template"]["metadata"]["labels"] for s in sets(rendered).values()]
+    if budgets:
+        assert [sum(b.items() <= of.items() for b in budgets) for of in labels] == [1] * len(labels)
+    assert len(budgets) in (0, len({of["expertd/shard"] for of in labels}))
+
+
+def test_copies_of_a_shard_in_two_groups_share_its_budget():
+    groups = {"cpu": None, "a": group(0, 2, 2, copies=2), "b": group(0, 2, 2)}
+    test_each_shard_has_one_budget_for_all_of_its_copies(objects({"groups": groups}))
 
 
 def test_the_mixed_example_has_its_devices_and_scales():
@@ -267,6 +282,9 @@ def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, mo
     assert ports_for(policy, client) == {"grpc", "tcp", "metrics"}
     assert ports_for(policy, admin) == {"grpc", "admin", "metrics"}
     assert ports_for(policy, {"podSelector": {}}) == {"metrics"}
+    wanted["networkPolicy"]["scrapers"] = [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]
+    policy = objects(wanted)["NetworkPolicy", "demo-expertd"]
+    assert ports_for(policy, admin) == {"grpc", "admin", "metrics"}, "`expertctl plan` reads metrics"
 
 
 def test_nothing_of_it_is_there_unless_asked_for(tmp_path, monkeypatch):
@@ -291,12 +309,16 @@ def test_clients_that_follow_endpointslices_may_and_may_nothing_else():
     assert "grpc" in {p["name"] for p in service["spec"]["ports"]}, "the port that EndpointSlices(port=) names"
 
 
-def test_the_job_that_moves_experts(monkeypatch, tmp_path):
-    """Its script, run by a shell with a program `expertctl` that says what it was given, read by the parser."""
+@pytest.mark.parametrize(
+    ("name", "commands"),
+    [("apply", [("plan", True), ("apply", False)]), ("update", [("update", True), ("versions", True)])],
+)
+def test_the_jobs_of_admins(name, commands, monkeypatch, tmp_path):
+    """Their scripts, run by a shell with a program `expertctl` that says what it was given, read by the parser."""
     import kubernetes_validate
     import yaml
 
-    job = yaml.safe_load((ROOT / "deploy/kubernetes/apply.yaml").read_text())
+    job = yaml.safe_load((ROOT / f"deploy/kubernetes/{name}.yaml").read_text())
     for version in KUBERNETES:
         kubernetes_validate.validate(job, version, strict=True)
     rendered = objects(values("moving"))
@@ -314,15 +336,70 @@ def test_the_job_that_moves_experts(monkeypatch, tmp_path):
         told = subprocess.run(
             [*c["command"], *c["args"]], env=env, capture_output=True, text=True, check=True, timeout=10
         )
-        plan, apply = (line.split() for line in told.stdout.splitlines())
-        assert [w for w in plan if ":50051" in w] == [
-            f"{pod.replace('demo-', 'experts-')}.experts-expertd.inference.svc:50051" for pod in pods
-        ]
-        assert (dry in apply) or not dry
-        read(plan, monkeypatch)
-        read(apply, monkeypatch)
+        given = [line.split() for line in told.stdout.splitlines()]
+        addresses = [f"{pod.replace('demo-', 'experts-')}.experts-expertd.inference.svc:50051" for pod in pods]
+        for words, (command, all_pods) in zip(given, commands, strict=True):
+            assert words[1] == command
+            assert [w for w in words if ":50051" in w] == (addresses if all_pods else [])
+            assert {"--ca=/tls/ca.crt", "--token-file=/admin/token"} <= set(words)
+            read(words, monkeypatch)
+        assert ("--dry-run" in told.stdout) == bool(dry)
     mounted = {m["mountPath"] for m in c["volumeMounts"]}
     assert {"/tls", "/admin", "/tmp"} == mounted
+
+
+def test_the_volume_of_checkpoints_is_what_the_example_mounts():
+    import kubernetes_validate
+    import yaml
+
+    claim, pod = yaml.safe_load_all((ROOT / "deploy/kubernetes/models.yaml").read_text())
+    for version in KUBERNETES:
+        for o in (claim, pod):
+            kubernetes_validate.validate(o, version, strict=True)
+    (volume,) = pod["spec"]["volumes"]
+    named = values("mixed-pools")["models"]["volume"]["persistentVolumeClaim"]["claimName"]
+    assert claim["metadata"]["name"] == volume["persistentVolumeClaim"]["claimName"] == named
+
+
+NOTES_TLS = {"tls": {"secretName": "a", "serverName": "b", "clientCertificates": True}}
+
+
+@pytest.mark.parametrize(
+    ("more", "python", "command"),
+    [
+        ({}, None, "expertctl describe 127.0.0.1:50051"),
+        (
+            NOTES_TLS,
+            {"ca", "server_name", "certificate", "key"},
+            "expertctl describe 127.0.0.1:50051 --ca=/etc/expertd-tls/",
+        ),
+        (
+            {**NOTES_TLS, "callersSecret": "c"},
+            {"ca", "server_name", "certificate", "key", "token_file"},
+            "expertctl health",
+        ),
+    ],
+)
+def test_the_notes_have_a_client_and_a_command_that_the_server_lets_in(more, python, command, monkeypatch):
+    """With the TLS that it asks for; a pod has no token of a caller, so it is then asked for its health only."""
+    text = next(t for name, t in helm(more)["files"].items() if name.endswith("NOTES.txt"))
+    (call,) = re.findall(r"ExpertCluster\(.*\)", text)
+    (made,) = ast.parse(call).body
+    given = {k.arg: k.value for k in made.value.keywords}
+    assert (python is None) == (given == {})
+    if python:
+        assert (
+            {k.arg for k in given["credentials"].keywords}
+            == python
+            <= {f.name for f in dataclasses.fields(Credentials)}
+        )
+    (words,) = re.findall(r"demo-expertd-cpu-s0-0 -- (.*)", text)
+    assert words.startswith(command)
+    read(words.split(), monkeypatch)
+    if more:
+        assert {"--server-name=b", "--cert=/etc/expertd-tls/tls.crt", "--key=/etc/expertd-tls/tls.key"} < set(
+            words.split()
+        )
 
 
 def test_helm_test_asks_every_shard_and_calls_them_as_one(rendered, monkeypatch):
@@ -366,6 +443,15 @@ ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"
         ({"groups": {"cpu": {"shards": {"first": 2, "count": 2, "of": 3}}}}, r"first \+ count <= of"),
         ({"grups": {}}, "grups"),
         ({"groups": {"cpu": {"copySpread": "yes"}}}, "copySpread"),
+        (
+            {"groups": {"cpu": {"serve": {"checkpoint": "/m"}}}},
+            "groups.cpu: got checkpoint .* and synthetic .*, want one",
+        ),
+        ({"serve": {"synthetic": None}}, "groups.cpu: got neither checkpoint nor synthetic"),
+        ({"serve": {"synthetic": None, "checkpoint": "/models/a"}}, "models.volume is empty"),
+        ({"serve": {"channelz": False}}, "serve.channelz: got the boolean false, want the option's word in quotes"),
+        ({"groups": {"cpu": {"serve": {"expert-metrics": True}}}}, "serve.expert-metrics: got the boolean true"),
+        ({"serve": {"traces": "yes"}}, "serve.traces: the images have no exporter"),
     ],
 )
 def test_values_that_cannot_be_are_refused_by_name(wrong, said):
@@ -398,14 +484,39 @@ def test_shards_that_do_not_make_a_whole_layer_are_refused(groups, said):
     "groups",
     [
         {"a": group(0, 2, 4), "b": group(2, 2, 4)},
-        {"a": group(0, 4, 4), "b": group(1, 2, 4)},  # two shards with a copy more
+        {"a": group(0, 4, 4, copies=2), "b": group(1, 2, 4)},  # two shards with a copy more
+        {"a": group(0, 4, 4), "b": group(1, 2, 4, updateStrategy="OnDelete")},
         {"a": group(0, 1, 2), "b": group(2, 2, 4)},  # other sizes, no overlap
-        {"a": group(0, 4, 4), "b": group(0, 6, 6)},  # the same range: replicas, cut in another way
+        {"a": group(0, 4, 4), "b": group(0, 6, 6, copies=2)},  # the same range: replicas, cut in another way
         {"a": group(2, 3, 9), "b": group(0, 2, 9), "c": group(5, 4, 9)},
     ],
 )
 def test_shards_that_make_a_whole_layer_are_rendered(groups):
     assert "error" not in helm({"groups": {"cpu": None, **groups}})
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"a": group(0, 4, 4), "b": group(1, 2, 4)}, "groups.a and groups.b have one copy each of shard 1 of 4"),
+        ({"a": group(0, 4, 4), "b": group(0, 6, 6)}, "groups.a and groups.b have one copy each of shard 0 of 4"),
+        ({"a": group(0, 2, 4), "b": group(0, 4, 4), "c": group(1, 3, 4, copies=2)}, "one copy each of shard 0 of 4"),
+    ],
+)
+def test_copies_that_an_upgrade_would_replace_at_once_are_refused(groups, said):
+    refused = helm({"groups": {"cpu": None, **groups}})["error"]
+    assert said in refused
+    assert "want copies: 2 in one of the groups, or updateStrategy: OnDelete in all but one" in refused
+
+
+def test_a_copy_is_replaced_when_clients_know_the_one_before():
+    for s in sets(objects({})).values():
+        assert s["spec"]["minReadySeconds"] == 30
+        assert s["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    chosen = {"minReadySeconds": 7, "groups": {"cpu": {"updateStrategy": "OnDelete"}}}
+    for s in sets(objects(chosen)).values():
+        assert s["spec"]["minReadySeconds"] == 7
+        assert s["spec"]["updateStrategy"] == {"type": "OnDelete"}
 
 
 def test_a_name_too_long_for_kubernetes_is_refused():

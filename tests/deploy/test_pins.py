@@ -39,7 +39,10 @@ def pins(name: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "extras"),
-    [("constraints.txt", ("server", "transformers", "test", "deploy")), ("constraints-cuda.txt", ("server", "cuda"))],
+    [
+        ("constraints.txt", ("server", "transformers", "test", "deploy")),
+        ("constraints-cuda.txt", ("server", "cuda", "nvml")),
+    ],
 )
 def test_each_requirement_is_pinned_within_its_range(name, extras):
     have = pins(name)

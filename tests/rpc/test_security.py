@@ -236,12 +236,39 @@ def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):
     call(host.address, Credentials(ca=ca.ca))
     count = host.metrics.registry.get_sample_value
     assert count("expertd_reloads_total", {"what": "tls", "outcome": "broken"}) == 1, "once, not each time"
+    assert count("expertd_files_broken", {"what": "tls"}) == 1
+    assert count("expertd_files_broken", {"what": "callers"}) == 0
     assert "are no certificate and its key" in caplog.text
     assert "keeping the last valid version" in caplog.text
     tls["tls_key"].unlink()
     call(host.address, Credentials(ca=ca.ca))
     tls["tls_key"].write_bytes(good)
     call(host.address, Credentials(ca=ca.ca))
+    assert count("expertd_files_broken", {"what": "tls"}) == 0
+    away = tls["tls_key"].rename(tls["tls_key"].with_suffix(".away"))
+    call(host.address, Credentials(ca=ca.ca))
+    assert count("expertd_files_broken", {"what": "tls"}) == 1
+    away.rename(tls["tls_key"])
+    call(host.address, Credentials(ca=ca.ca))
+    assert count("expertd_files_broken", {"what": "tls"}) == 0, "the same file is back"
+
+
+def test_when_the_certificate_expires_is_a_metric_also_of_a_new_one(serve, ca, tls):
+    """Of the server's own, which is the first of a chain."""
+
+    def renewed(days: float) -> float:
+        ca.sign("localhost", days=(-1, days))
+        own = tls["tls_cert"].read_bytes()
+        tls["tls_cert"].write_bytes(own + ca.ca.read_bytes())
+        return x509.load_pem_x509_certificate(own).not_valid_after_utc.timestamp()
+
+    first = renewed(3)
+    host = serve(**tls)
+    seen = lambda: host.metrics.registry.get_sample_value("expertd_certificate_expiry_timestamp_seconds")  # noqa: E731
+    assert seen() == first
+    second = renewed(5)
+    call(host.address, Credentials(ca=ca.ca))
+    assert seen() == second > first
 
 
 def test_a_server_does_not_start_with_broken_files(serve, ca, tls, tmp_path):

@@ -61,6 +61,9 @@ class Reloading(Generic[_T]):
             try:
                 state = self._look()
                 if state == self._state:
+                    if self._broken:  # the files from before are back
+                        self._broken = ""
+                        self._told(self._what, True)
                     return False
                 value = self._load(self._read())
                 if self._look() != state:

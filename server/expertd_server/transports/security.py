@@ -7,6 +7,7 @@ stand: whether the file of callers still has them, and whether the certificate h
 
 from __future__ import annotations
 
+import re
 import ssl
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from expertd_server.transports.x509 import certificate_until_s
 __all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]
+
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 
 _SETTLE_S = 0.05
 """gRPC asks for certificates under a lock, and begins the handshake after it, with what was made of those before: new
@@ -45,12 +48,23 @@ class Security(NamedTuple):
     channelz: bool = False
 
 
-def tls_credentials(s: Security, told: Told) -> grpc.ServerCredentials | None:
-    """None = plain text.  Raises FileError."""
+def tls_credentials(
+    s: Security, told: Told, until: Callable[[float], None] = lambda until_s: None
+) -> grpc.ServerCredentials | None:
+    """None = plain text.  until: called with when each certificate that is used ends, by time.time().  Raises
+    FileError."""
     if s.certificate is None or s.key is None:
         return None
     paths = [s.certificate, s.key, *([s.client_ca] if s.client_ca else [])]
-    held: Reloading[Any] = Reloading("tls", paths, lambda data: _configuration(paths, data), told, every_s=0.0)
+
+    def load(data: Sequence[bytes]) -> Any:
+        made = _configuration(paths, data)
+        found = _CERTIFICATE.search(data[0])  # the first is the server's own, those of authorities follow
+        if found is not None:
+            until(certificate_until_s(found[0]))
+        return made
+
+    held: Reloading[Any] = Reloading("tls", paths, load, told, every_s=0.0)
     seen = held.generation
 
     def fetch() -> Any:

@@ -61,6 +61,19 @@ class Metrics:
         self._reloads = Counter(
             "expertd_reloads", "Certificates or callers were read again, by outcome.", ("what", "outcome"), registry=r
         )
+        self._broken = Gauge(
+            "expertd_files_broken",
+            "1 while changed files cannot be used, and certificates or callers from before stay in effect.",
+            ("what",),
+            registry=r,
+        )
+        for what in ("tls", "callers"):
+            self._broken.labels(what).set(0)
+        self.certificate_until = Gauge(
+            "expertd_certificate_expiry_timestamp_seconds",
+            "When the certificate that new connections get expires, as Unix time; 0 without TLS.",
+            registry=r,
+        )
         self._cut = Counter(
             "expertd_connections_ended",
             "Connections that the server ended: half-sent messages held too much, or did not go on.",
@@ -130,6 +143,7 @@ class Metrics:
     def reloaded(self, what: str, good: bool) -> None:
         """Files of `what` ("tls", "callers") have changed and are good, or broken."""
         self._reloads.labels(what, "ok" if good else "broken").inc()
+        self._broken.labels(what).set(not good)
 
     def connection_cut(self, why: str) -> None:
         """See transports/grpc/half_sent.py."""

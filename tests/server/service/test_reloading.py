@@ -54,9 +54,12 @@ def test_a_broken_file_leaves_what_was_good_and_is_told_once(watched, caplog):
 
 
 def test_a_file_that_is_not_there_leaves_what_was_good(watched):
-    watched.path.unlink()
+    away = watched.path.rename(watched.path.with_suffix(".away"))
     assert watched.reloading.current() == "first"
     assert watched.told == [False]
+    away.rename(watched.path)
+    assert [watched.reloading.current() for _ in range(2)] == ["first"] * 2
+    assert watched.told == [False, True], "the same file is back"
 
 
 def test_a_file_that_changes_while_it_is_read_is_read_at_the_next_look(tmp_path):

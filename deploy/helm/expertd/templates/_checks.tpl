@@ -10,10 +10,12 @@
 {{- include "expertd.checkTag" (dict "root" $ "groups" $groups) }}
 {{- include "expertd.checkOverlap" $groups }}
 {{- include "expertd.checkCoverage" $groups }}
+{{- include "expertd.checkRolling" $groups }}
 {{- end }}
 
 {{- define "expertd.checkGroup" -}}
 {{- $shards := .group.shards }}
+{{- include "expertd.checkServed" . }}
 {{- if gt (add $shards.first $shards.count) (int64 $shards.of) }}
 {{- fail (printf "groups.%s.shards: got first %v and count %v of %v, want first + count <= of" .name $shards.first $shards.count $shards.of) }}
 {{- end }}
@@ -30,6 +32,45 @@
 {{- end }}
 {{- if .group.autoscaling.enabled }}
 {{- fail (printf "admin.enabled: groups.%s.autoscaling takes pods away, and what only they hold by then; want one of the two" .name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* What a group serves is one thing, and it is there. */}}
+{{- define "expertd.checkServed" -}}
+{{- $options := merge (dict) .group.serve .root.Values.serve }}
+{{- $models := .root.Values.models }}
+{{- if and $options.checkpoint $options.synthetic }}
+{{- fail (printf "groups.%s: got checkpoint %q and synthetic %q, want one of them: set serve.synthetic to null" .name $options.checkpoint $options.synthetic) }}
+{{- end }}
+{{- if not (or $options.checkpoint $options.synthetic) }}
+{{- fail (printf "groups.%s: got neither checkpoint nor synthetic, want one of them in serve or in groups.%s.serve" .name .name) }}
+{{- end }}
+{{- if and $options.checkpoint (hasPrefix (printf "%s/" (trimSuffix "/" $models.mountPath)) $options.checkpoint) (not $models.volume) }}
+{{- fail (printf "groups.%s: the checkpoint %q is below models.mountPath, and models.volume is empty; want the volume that has it" .name $options.checkpoint) }}
+{{- end }}
+{{- if eq "yes" (toString (get $options "traces")) }}
+{{- fail (printf "groups.%s: serve.traces: the images have no exporter of spans, and pods may connect to nobody; want it without traces" .name) }}
+{{- end }}
+{{- end }}
+
+{{- /* Each group's StatefulSets replace their pods by themselves, so a shard with one copy in each of several groups would be away
+during an upgrade. */}}
+{{- define "expertd.checkRolling" -}}
+{{- $groups := . }}
+{{- range $left := $groups }}
+{{- range $shard := untilStep (int $left.shards.first) (int (add $left.shards.first $left.shards.count)) 1 }}
+{{- $copies := 0 }}{{ $rolling := list }}
+{{- range $name, $right := $groups }}
+{{- $r := $right.shards }}
+{{- if and (lt (mul $shard $r.of) (mul (add $r.first $r.count) $left.shards.of)) (lt (mul $r.first $left.shards.of) (mul (add $shard 1) $r.of)) }}
+{{- $copies = add $copies $right.copies }}
+{{- if ne $right.updateStrategy "OnDelete" }}{{ $rolling = append $rolling (printf "groups.%s" $name) }}{{ end }}
+{{- end }}
+{{- end }}
+{{- if and (gt (len $rolling) 1) (le (int64 $copies) (int64 (len $rolling))) }}
+{{- fail (printf "%s have one copy each of shard %d of %d, and an upgrade replaces these at the same time; want copies: 2 in one of the groups, or updateStrategy: OnDelete in all but one" (join " and " $rolling) $shard (int64 $left.shards.of)) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end }}

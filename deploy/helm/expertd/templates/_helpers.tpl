@@ -17,6 +17,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* A dict of options as the TOML that `expertd serve --config` reads.  Numbers come as floats: 1e+06 is no whole number there. */}}
 {{- define "expertd.toml" -}}
 {{- range $name, $value := . }}
+{{- if kindIs "bool" $value }}
+{{- fail (printf "serve.%s: got the boolean %v, want the option's word in quotes: YAML reads yes, no, on and off without quotes as booleans" $name $value) }}
+{{- end }}
 {{ $name }} = {{ if kindIs "string" $value }}{{ $value | quote }}{{ else if eq (floor $value) (float64 $value) }}{{ int64 $value }}{{ else }}{{ $value }}{{ end }}
 {{- end }}
 {{- end }}

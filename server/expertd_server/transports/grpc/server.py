@@ -61,7 +61,7 @@ class ExpertServer:
     def __init__(self, service: Service, security: Security = _OPEN) -> None:
         self.service = service
         gate = Gate(security.callers, service.metrics.reloaded)
-        self._credentials = tls_credentials(security, service.metrics.reloaded)
+        self._credentials = tls_credentials(security, service.metrics.reloaded, service.metrics.certificate_until.set)
         self.servicer = Servicer(service, gate)
         self._bell, self._reporting = -1, False
         self._borrow_outcomes()
