@@ -30,6 +30,7 @@ from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
+from expertd_server.host.host import Host
 from expertd_server.service.access import Admitted
 from expertd_server.transports import security
 from expertd_server.transports.x509 import certificate_until_s
@@ -242,6 +243,31 @@ def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):
     call(host.address, Credentials(ca=ca.ca))
     tls["tls_key"].write_bytes(good)
     call(host.address, Credentials(ca=ca.ca))
+
+
+@pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_client_ca", "callers"])
+def test_a_file_that_is_not_there_is_named_with_its_option_before_the_plan(tls, tmp_path, option):
+    """The plan would fail, too: it is not reached."""
+    away = tmp_path / "away"
+    config = ServeConfig(checkpoint=tmp_path / "none", device="cpu", **{**tls, option: away})
+    with pytest.raises(BootError, match=f"--{option.replace('_', '-')} {away}: cannot be read: No such") as said:
+        Host(config).start()
+    assert said.value.exit_code == 2
+
+
+def test_what_is_wrong_in_the_file_of_callers_is_named_with_file_and_option(tls, tmp_path):
+    file = tmp_path / "short.toml"
+    file.write_text('[callers.x]\ntokens = ["short"]\nrights = ["call"]\n')
+    with pytest.raises(BootError, match=f"--callers {file}: callers.x.tokens: one has 5 characters"):
+        Host(ServeConfig(checkpoint=tmp_path / "none", device="cpu", callers=file, **tls)).start()
+
+
+def test_a_key_of_another_certificate_is_named_with_the_options(tls, ca, tmp_path):
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no PEM")
+    config = ServeConfig(checkpoint=tmp_path / "none", device="cpu", **{**tls, "tls_key": broken})
+    with pytest.raises(BootError, match=r"--tls-cert, --tls-key: .*broken\.pem: are no certificate and its key in PEM"):
+        Host(config).start()
 
 
 def test_a_server_does_not_start_with_broken_files(serve, ca, tls, tmp_path):

@@ -48,8 +48,8 @@ class SyntheticTensors:
 
 
 class Intake:
-    """Makes an EngineRequest of a decoded protobuf message, checked by `engine`.  The transports whose messages the core
-    reads by itself do not need it."""
+    """Makes an EngineRequest of a decoded protobuf message, checked by `engine`.  The transports whose messages the
+    core reads by itself do not need it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
