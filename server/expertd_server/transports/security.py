@@ -132,6 +132,12 @@ class Gate:
             return str(context.peer())
         return self._access.current().admit(_token(context), _names(context), right, lambda: _until_s(context))
 
+    def name_of(self, context: Any) -> str:
+        """For the log, of a caller who was refused: the name in the file where what it shows is known there, else the
+        peer's address."""
+        known = None if self._access is None else self._access.current().name_of(_token(context), _names(context))
+        return known or str(context.peer())
+
     def refusal(self, caller: str) -> ExpertdError | None:
         """Why a caller who was let in before may not call any more."""
         if self._access is None:
