@@ -88,7 +88,9 @@ def one_server(args: argparse.Namespace, layers: list[int], calls: list[Call]) -
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder with config.json and safetensors")
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--max-layers", type=int, default=2, help="serve and check only the first layers with experts")

@@ -153,7 +153,9 @@ class Image:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("target", help="cpu, cuda, rocm or xpu")
     parser.add_argument("--torch-index", default="", metavar="INDEX", help="the build argument TORCH_INDEX")
     parser.add_argument("--dry-run", action="store_true", help="pip resolves and installs nothing")

@@ -144,9 +144,9 @@ def _run(command: list[str], environment: dict[str, str] | None = None, code: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Wheels to give away.")
+    parser = argparse.ArgumentParser(description="Wheels to give away.", allow_abbrev=False)
     parts = parser.add_subparsers(dest="part", required=True)
-    builder = parts.add_parser("build", help="build and check")
+    builder = parts.add_parser("build", help="build and check", allow_abbrev=False)
     builder.add_argument("--machine", default="x86_64", metavar="LIST", help="x86_64, aarch64")
     builder.add_argument("--out", type=Path, default=ROOT / "dist", metavar="DIR")
     parts.add_parser("try", help="install it in a clean environment and use it").add_argument("wheel", type=Path)

@@ -300,9 +300,10 @@ def options_page() -> str:
 
 An option has three spellings: a flag, a variable in the environment, and a key in a TOML file (`--config FILE`). A flag
 takes precedence over the variable, and the variable over the file. `expertd serve --print-config` prints the result.
+A variable `EXPERTD_*` that nothing reads is refused where its name is close to an option's, and is a warning otherwise.
 
 - **yes|no**: a flag without a value means yes (`--insecure`).
-- **SIZE**: bytes, or a number with a unit: `20GiB` (`20G` is the same), `512MiB`, `20GB`.
+- **SIZE**: bytes, or a number with a unit: `20GiB` (`20Gi` and `20G` are the same), `512MiB`, `20GB`.
 
 | group | options |
 |---|---|
@@ -338,7 +339,9 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     args = parser.parse_args(argv)
     stale = []

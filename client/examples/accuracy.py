@@ -255,7 +255,9 @@ def tokenizer_of(words: Sequence[str]) -> Any:
 
 
 def arguments_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="a real model; default: a tiny random one")
     parser.add_argument("--family", default="qwen3_moe", choices=chat.FAMILIES, help="family of the tiny model")
     parser.add_argument("--servers", nargs="+", metavar="HOST:PORT", help="its servers; default: two are started here")

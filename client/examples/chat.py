@@ -211,7 +211,9 @@ def answer(model: Any, tokenizer: Any, prompt: str, most: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--family", nargs="+", choices=FAMILIES, help="tiny models of these (default: all)")
     parser.add_argument("--scheme", help="how experts are quantized (default: int4_g32, mxfp4 for gpt_oss)")
     parser.add_argument("--tokens", type=int, default=64)

@@ -275,7 +275,9 @@ class Loop:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--steps", type=int, default=8, help="updates (8)")
     parser.add_argument("--episodes", type=int, default=4, help="of a step, at least (4)")
     parser.add_argument("--tokens", type=int, default=16, help="of an episode (16)")

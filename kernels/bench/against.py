@@ -193,7 +193,9 @@ def _compile(
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("old", type=Path, metavar="OLD", help="the tree that stands for before")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--layer", action="append", required=True, metavar="SHAPE:SCHEME[:ACTIVATIONS][@ROW]")

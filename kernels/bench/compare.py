@@ -171,7 +171,9 @@ def _measure(layers: Sequence[Layer], tokens: Sequence[int], rows: Sequence[str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where a layer has no such name."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("out", type=Path, metavar="OUT.md")
     p.add_argument("--csv", type=Path, required=True, metavar="OUT.csv")
     p.add_argument("--layer", action="append", metavar="SHAPE:SCHEME[:ACTIVATIONS]", help="may be given several times")

@@ -179,7 +179,9 @@ def main() -> None:
     def floats(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("old", nargs="?", type=Path, help="another tree, in turns with this one")
     parser.add_argument("--threads", type=numbers, default=[1, 2])
     parser.add_argument("--busy", type=numbers, default=[0, 1, 2], help="busy processes beside")

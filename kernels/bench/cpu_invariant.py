@@ -55,7 +55,9 @@ def compared(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--levels", default=",".join(native.levels()), help="comma-separated")
     parser.add_argument("--schemes", default=SCHEMES, help="comma-separated")
     parser.add_argument("--tokens", default="1,4,16,256,1024", help="comma-separated")

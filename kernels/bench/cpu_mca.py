@@ -160,7 +160,9 @@ def markdown(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where a tool is missing, or the library has no loop that is known."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("out", type=Path, nargs="?", metavar="OUT.md", help="write the table here (default: print it)")
     args = p.parse_args(argv)
     try:

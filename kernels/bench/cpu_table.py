@@ -105,7 +105,9 @@ def markdown(rows: Sequence[Record]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("out", type=Path, metavar="OUT.md")
     p.add_argument("points", type=Path, nargs="+", metavar="POINTS.csv")
     args = p.parse_args(argv)

@@ -143,7 +143,9 @@ def _fact(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 for a file of another form."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("out", type=Path, metavar="OUT.md")
     p.add_argument("points", type=Path, nargs="+", metavar="POINTS.csv")
     p.add_argument("--against", type=Path, metavar="CSV", help="points of other implementations")

@@ -131,7 +131,7 @@ def machine(device: Device) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     p.add_argument("--device", choices=["cpu", "cuda", "xpu"], default="cpu")
     p.add_argument("--backend", metavar="LIST", default="", help="rows of the table, all, -NAME for all but it")
     p.add_argument("--scheme", metavar="LIST", default="", help="weights (default: all that rows claim)")

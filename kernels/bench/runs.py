@@ -57,7 +57,7 @@ def _name(p: Point, skip: str = "") -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 where a group of points is slower than --slower, or nothing can be compared."""
-    p = argparse.ArgumentParser(description=__doc__)
+    p = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     for side in ("old", "new"):
         p.add_argument(side, type=lambda text: [Path(f) for f in text.split(",")], metavar=f"{side.upper()},...")
     p.add_argument("--slower", type=float, default=1.05, metavar="X", help="new / old of a group that fails (1.05)")

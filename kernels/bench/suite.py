@@ -200,6 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     p.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     p.add_argument("--seconds", type=float, default=570.0, help="for all steps together (default 570)")

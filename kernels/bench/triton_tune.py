@@ -263,7 +263,9 @@ def _plan_jobs(pairs: Sequence[tuple[str, str]], tokens: Sequence[int], vary: bo
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--scheme", default="int4_g128")
     parser.add_argument("--tokens", default="1,8,32,128,512,2048,8192")

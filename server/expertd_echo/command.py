@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from expertd.common.command_line import Parser
 from expertd_server.commands.extra import complaint
 from expertd_server.config.parsers import argument, whole
 from expertd_server.config.values import Address, Shard
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _serve(args)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog=_NAME,
         description="A server without experts, which answers every request with its hidden states.  It shows what the"
         " service itself costs; expertctl bench path and expertctl load --echo start one.",

@@ -141,7 +141,9 @@ KINDS = ("remove", "dtype", "shape", "swap", "value", "add", "config")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--fixtures", type=Path, nargs="*", default=FOLDERS)
     parser.add_argument("--only", default="", help="regular expression of fixtures' names")
     parser.add_argument("--kinds", default=",".join(KINDS))

@@ -278,7 +278,9 @@ def judged(faults: Sequence[Fault], results: Results, sound: bool) -> list[Verdi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--group", choices=GROUPS, help="default: all")
     parser.add_argument("--python", action="store_true", help="only faults in Python, which need no compiler")
     parser.add_argument("--only", default="", help="a part of a fault's file or of its description")

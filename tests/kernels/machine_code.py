@@ -48,7 +48,9 @@ def facts(found: Any) -> dict[str, Any]:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     p.add_argument("out", type=Path)
     p.add_argument("--against", type=Path)
     p.add_argument("--only", default="", help="layers whose name has this text")

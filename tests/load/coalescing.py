@@ -110,7 +110,9 @@ def at_once(stubs, batches, rounds) -> tuple[float, list[list[pb.ForwardResponse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--synthetic", default="gpt-oss-20b:mxfp4")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--device", default="cpu")

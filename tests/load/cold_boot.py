@@ -102,7 +102,9 @@ def run(r: Report) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128", help="MODEL:SCHEME")
     parser.add_argument("--layers", default="0-3")

@@ -149,7 +149,9 @@ def main() -> int:
     from expertd_kernels import tolerance
     from expertd_kernels.sources.synthetic import SyntheticModel
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--layers", default="0-3")

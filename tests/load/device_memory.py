@@ -187,7 +187,9 @@ def table(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=230)
     parser.add_argument("--out", type=Path, default=Path("build/device_memory"))

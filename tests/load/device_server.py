@@ -185,7 +185,9 @@ def figures(s: Report, server: Server, weights, layer: int, top_k: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=66)
     parser.add_argument("--out", type=Path, default=Path("build/device_server"))

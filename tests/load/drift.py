@@ -261,7 +261,9 @@ class Real:
 
 
 def parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     ways = parser.add_subparsers(dest="way", required=True)
     for name, way in _ways(ways):
         way.add_argument("--rate", type=size, default="200MiB", help="bytes of packed weights a second")

@@ -364,7 +364,9 @@ def warm(name: str, tokens: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--shapes", default="qwen3-30b-a3b,deepseek-v3/64")
     parser.add_argument("--tokens", default="1,8,64,128,512")
     parser.add_argument("--rounds", type=int, default=40)

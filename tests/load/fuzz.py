@@ -233,7 +233,7 @@ def fuzz_beside(address: str, way: str, count: int, seed: int) -> tuple[Counter[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--way", choices=("stream", "tcp", "shm"), default="stream")
     parser.add_argument("--messages", type=int, default=1_000_000, help="on a stream, or in sessions")
     parser.add_argument("--unary", type=int, default=20_000, help="unary calls")

@@ -343,7 +343,7 @@ def serve_forever(device, tickets, results):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--server", type=int, default=0)
     parser.add_argument("--caller", type=int, default=1)
     parser.add_argument("--shapes", default="qwen3,dsv3")

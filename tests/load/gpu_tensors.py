@@ -38,7 +38,9 @@ def timed(client: ExpertClient, tensors: Any, seconds: float) -> tuple[list[floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 64, 128, 512, 2048])
     parser.add_argument("--seconds", type=float, default=0.4)

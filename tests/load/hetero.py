@@ -232,7 +232,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--devices", type=lambda t: t.split(","), default=["cuda:0", "cpu"])
     parser.add_argument("--split", type=_numbers, default=[96, 32])
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")

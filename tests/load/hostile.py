@@ -172,7 +172,7 @@ def run(name: str, root: Path, seconds: float, priority: int) -> dict[str, objec
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("attacks", nargs="*", metavar="ATTACK", help=", ".join(attacks.ATTACKS))
     parser.add_argument("--before", type=Path, metavar="ROOT", help="a tree to compare with")
     parser.add_argument("--seconds", type=float, default=6.0, help="of each attack")

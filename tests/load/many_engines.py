@@ -291,7 +291,7 @@ def table(result: Result, spans: Spans, floods: Mapping[str, int]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--engines", type=int, default=64)
     parser.add_argument("--servers", type=int, choices=(1, 3), default=1)
     parser.add_argument("--seconds", type=float, default=180.0)

@@ -180,7 +180,7 @@ def traced(experts: Any, tensors: Any, path: Path, calls: int) -> dict[str, floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     for name, value in (("--layers", 2), ("--experts", 32), ("--wide", 1024), ("--calls", 300)):
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--out", type=Path, default=Path("build/model_frontend"))

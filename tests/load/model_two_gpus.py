@@ -120,7 +120,9 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--gpus", type=lambda t: t.split(","), default=["cuda:0", "cuda:1"])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--vocab", type=int, default=151936)

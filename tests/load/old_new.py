@@ -258,7 +258,7 @@ def shown(values: Sequence[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compares two trees of expertd.")
+    parser = argparse.ArgumentParser(description="Compares two trees of expertd.", allow_abbrev=False)
     parser.add_argument("old", type=Path)
     parser.add_argument("--new", type=Path, default=HERE)
     parser.add_argument("--rounds", type=int, default=5)

@@ -116,7 +116,9 @@ def damaged(boots: Boots, cache: Path, lookups: str, entry: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kind", default="gptq:1.2", help="KIND:GIB of the random checkpoint")
     parser.add_argument("--sizes", type=lambda t: [int(m) for m in t.split(",")], default=[1, 8, 64])

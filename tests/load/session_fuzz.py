@@ -145,7 +145,7 @@ def fuzz(party: type[Fuzzed], steps: int, number: int, seconds: float = float("i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--steps", type=int, default=1_000_000, help="of all parties together")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more steps begin")
     parser.add_argument("--seed", type=int, default=1)

@@ -146,7 +146,9 @@ def real(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     ways = parser.add_subparsers(dest="way", required=True)
     a = ways.add_parser("simulate")
     a.add_argument("--tokens", type=lambda t: [int(x) for x in t.split(",")], default=[64, 1024])

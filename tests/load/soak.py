@@ -227,7 +227,7 @@ def report(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--callers", type=int, default=6)
     parser.add_argument("--most-growth", type=float, default=0.02, metavar="PART")

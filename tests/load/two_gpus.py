@@ -136,7 +136,9 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--model", default="qwen3-30b-a3b:int4_g128")
     parser.add_argument("--layers", default="0-7")
     parser.add_argument("--tokens", type=lambda t: [int(n) for n in t.split(",")], default=[1, 8, 64, 128, 512])

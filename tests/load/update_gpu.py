@@ -530,7 +530,9 @@ def booted(folder: Path, args: Any) -> Host:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--layers", type=int, default=6, help=f"held, of {MODEL_LAYERS} (6)")
     parser.add_argument("--budget", type=float, default=140.0, help="seconds of the whole run (140)")
     parser.add_argument("--span-s", type=float, default=5.0, help="of each measurement (5)")

@@ -299,7 +299,9 @@ def soak(args: argparse.Namespace, callers: Callers, publisher: Publisher, serve
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--updates", type=int, default=20, help="of a turn (20)")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--callers", type=int, default=2)

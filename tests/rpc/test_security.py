@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import socket
 import ssl
@@ -30,6 +31,7 @@ from expertd_client.transports.tcp.connection import TcpTransport
 from expertd_server.boot.assignment import BootError
 from expertd_server.config.serve import ConfigError, ServeConfig
 from expertd_server.config.values import Address
+from expertd_server.host.host import Host
 from expertd_server.service.access import Admitted
 from expertd_server.transports import security
 from expertd_server.transports.x509 import certificate_until_s
@@ -271,6 +273,40 @@ def test_when_the_certificate_expires_is_a_metric_also_of_a_new_one(serve, ca, t
     assert seen() == second > first
 
 
+@pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_client_ca", "callers"])
+def test_a_file_that_is_not_there_is_named_with_its_option_before_the_plan(tls, tmp_path, option):
+    """The plan would fail, too: it is not reached."""
+    away = tmp_path / "away"
+    config = ServeConfig(checkpoint=tmp_path / "none", device="cpu", **{**tls, option: away})
+    with pytest.raises(BootError, match=f"--{option.replace('_', '-')} {away}: cannot be read: No such") as said:
+        Host(config).start()
+    assert said.value.exit_code == 2
+
+
+def test_what_is_wrong_in_the_file_of_callers_is_named_with_file_and_option(tls, tmp_path):
+    file = tmp_path / "short.toml"
+    file.write_text('[callers.x]\ntokens = ["short"]\nrights = ["call"]\n')
+    with pytest.raises(BootError, match=f"--callers {file}: callers.x.tokens: one has 5 characters"):
+        Host(ServeConfig(checkpoint=tmp_path / "none", device="cpu", callers=file, **tls)).start()
+
+
+def test_a_key_of_another_certificate_is_named_with_the_options(tls, ca, tmp_path):
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no PEM")
+    config = ServeConfig(checkpoint=tmp_path / "none", device="cpu", **{**tls, "tls_key": broken})
+    with pytest.raises(BootError, match=r"--tls-cert, --tls-key: .*broken\.pem: are no certificate and its key in PEM"):
+        Host(config).start()
+
+
+@pytest.mark.parametrize("shown", ["nothing", "no certificate"])
+def test_a_client_that_tls_refuses_is_told_what_the_server_may_want(serve, ca, tls, shown):
+    host = serve(**tls, tls_client_ca=ca.ca)
+    credentials = None if shown == "nothing" else Credentials(ca=ca.ca)
+    with pytest.raises(UnavailableError) as said:
+        call(host.address, credentials)
+    assert "with --tls-client-ca that of one without a certificate for client authentication" in str(said.value)
+
+
 def test_a_server_does_not_start_with_broken_files(serve, ca, tls, tmp_path):
     other = ca.sign("other")
     with pytest.raises(BootError, match="are no certificate and its key in PEM"):
@@ -353,6 +389,18 @@ def test_a_certificate_has_rights_by_its_name(serve, ca, tls, callers):
     call(host.address, Credentials(ca=ca.ca, certificate=worker[0], key=worker[1]))
     with pytest.raises(UnauthenticatedError, match="no certificate that is known"):
         call(host.address, Credentials(ca=ca.ca, certificate=nobody[0], key=nobody[1]))
+
+
+def test_a_refused_call_is_logged_under_the_callers_name(serve, callers, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    host = serve(callers=callers)
+    with pytest.raises(PermissionDeniedError):
+        call(host.address, with_token(tmp_path, OTHER), unary=True)
+    with pytest.raises(UnauthenticatedError):
+        call(host.address, with_token(tmp_path, "nobody-nobody-nobody"), unary=True)
+    found = [f for r in caplog.records if (f := getattr(r, "fields", None)) and "caller" in f]
+    assert [f["caller"] for f in found if f["reason"] == "PERMISSION_DENIED"] == ["eyes"]
+    assert [f["caller"].partition(":")[0] for f in found if f["reason"] == "UNAUTHENTICATED"] == ["ipv4"]
 
 
 def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve, callers, tmp_path):

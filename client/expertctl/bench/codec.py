@@ -308,7 +308,7 @@ class _Stock(pb_grpc.ExpertServiceServicer):
 
 def main() -> int:
     """The child's entry; also runs the benchmark alone."""
-    parser = argparse.ArgumentParser(prog="python -m expertctl.bench.codec", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m expertctl.bench.codec", description=__doc__, allow_abbrev=False)
     parser.add_argument("--serve", action="store_true", help="be the child: print the ports, serve until input ends")
     add_arguments(parser)
     args = parser.parse_args()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from expertd.common.ranges import format_ranges
 from expertd.errors import (
     BadResponseError,
     DeadlineExceededError,
@@ -378,7 +379,7 @@ class Flight:
         for sub in again:
             self._ask(sub)
         for sub in waits:
-            self._wait(sub, _several(found))
+            self._wait(sub, self._several(f"sums of versions {', '.join(map(str, sorted(found)))} of the weights"))
 
     def _repin(self, sub: SubRequest, version: int) -> bool:
         """The sub-request is to be computed by that version.  Whether its answer is of another one, and dropped."""
@@ -436,7 +437,7 @@ class Flight:
     def _give_up(self, sub: SubRequest, error: ExpertdError | None) -> None:
         """A sub-request that nobody will answer."""
         if self.unserved.fails:
-            self.end(error or self._nobody_left(sub))
+            self.end(self._apart(sub) or error or self._nobody_left(sub))
             return
         with self._lock:
             if sub not in self.sub_requests or sub.result is not None:
@@ -449,6 +450,26 @@ class Flight:
         _recall(losers)
         if last:
             self._land()
+
+    def _apart(self, sub: SubRequest) -> ExpertdError | None:
+        """Where servers take requests and none of them holds the version that the sub-request is asked for: that is
+        why it was not answered, however much time it had.  None = it is not."""
+        members, version = self._state.members, sub.part.request.weights_version
+        if members.usable(sub.replicas) and not members.usable(sub.replicas, version=version):
+            ids = sub.part.request.topk_ids
+            experts = format_ranges(np.unique(ids[ids >= 0]).tolist())
+            return self._several(f"no server of experts {experts} that holds version {version} of the weights")
+        return None
+
+    def _several(self, got: str) -> ExpertdError:
+        """Servers hold different versions of the weights."""
+        return WeightsVersionNotHeldError.about(
+            f"layer {self.request.layer}",
+            got=f"{got} ({self._state.members.versions_text()})",
+            want="one version that all servers hold, and say that they do",
+            remedy="give the newest version to servers that lack it: expertctl update SERVER --checkpoint DIR"
+            " --version N; a server that started with a new volume, or without --held, is back at version 1",
+        )
 
     def _nobody_left(self, sub: SubRequest) -> ExpertdError:
         """The time is over: of the call, or of waiting for a server that takes requests."""
@@ -487,15 +508,6 @@ class Flight:
 def _version(sub: SubRequest) -> int:
     """Of the weights that computed its answer; 0 = there is none."""
     return 0 if sub.result is None else sub.result.weights_version or FIRST_VERSION
-
-
-def _several(versions: Collection[int]) -> ExpertdError:
-    return WeightsVersionNotHeldError.about(
-        "cluster",
-        got=f"sums of versions {', '.join(map(str, sorted(versions)))} of the weights",
-        want="one version that all servers hold, and say that they do",
-        remedy="they were switched faster than a call takes, or one of them missed an update: expertctl versions",
-    )
 
 
 def _recall(tries: Sequence[Attempt]) -> None:

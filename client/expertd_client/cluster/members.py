@@ -236,6 +236,15 @@ class Members:
         if member.computed(version):
             self.agree()
 
+    def versions_text(self) -> str:
+        """Which server holds which versions of the weights, for people, the one that it serves first."""
+        servers: dict[tuple[int, ...], list[str]] = {}
+        for address, member in self.by_address.items():
+            if member.versions and not member.leaving:
+                servers.setdefault(member.versions, []).append(address)
+        found = sorted(servers.items(), reverse=True)
+        return "; ".join(f"{', '.join(those)}: {' and '.join(map(str, held))}" for held, those in found)
+
     def usable(self, addresses: Sequence[str], without: Sequence[Member] = (), version: int = 0) -> list[Member]:
         """Those of the servers that may be asked now.  version: of the weights, that they must hold where some server
         is known to do; 0 = any."""

@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m expertd_kernels.bench",
         description="Times whole expert layers beside ceilings measured in the same run; checks every answer first.",
+        allow_abbrev=False,
     )
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     p.add_argument("--shape", type=_names, metavar="LIST", help="models, or MODEL/EXPERTS for a slice")

@@ -191,7 +191,9 @@ def _numbers(text: str) -> list[int]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 2 if the checkpoint cannot be read."""
-    parser = argparse.ArgumentParser(prog="python -m expertd_kernels.checkpoint.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m expertd_kernels.checkpoint.bench", description=__doc__, allow_abbrev=False
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--checkpoint", type=Path, metavar="DIR")
     where.add_argument("--synthetic", metavar="KIND:GIB", help=f"a random one; kinds: {', '.join(KINDS)}")

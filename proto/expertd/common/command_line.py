@@ -12,7 +12,10 @@ __all__ = ["Parser"]
 
 class Parser(argparse.ArgumentParser):
     """As argparse's, whose exit code for a wrong command line, 2, it keeps.  Parsers of subcommands are of this class,
-    too."""
+    too.  An option has to be written out: what is left out today may fit two options tomorrow."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -100,6 +100,11 @@ def open_source(config: ServeConfig, device: torch.device | str = "cpu") -> Expe
             from expertd_kernels.checkpoint import open_checkpoint
 
             assert config.checkpoint is not None
+            if not config.checkpoint.is_dir():
+                raise WrongOptionError(
+                    f"--checkpoint {config.checkpoint}: is no folder here; want one with config.json and safetensors"
+                    " files, such as a volume that is mounted there"
+                )
             # pyright holds a cached_property apart from the str that the protocol's property gives.
             source = cast("ExpertSource", open_checkpoint(config.checkpoint, layer_template=config.layer_template))
         if config.quantize is not None:

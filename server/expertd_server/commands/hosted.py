@@ -11,19 +11,24 @@ of it.  A process has one.  No signal is handled.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Sequence
 from typing import NoReturn, TypedDict
 
+from expertd.common.command_line import Parser
 from expertd.common.hostmem import tune_allocator
 from expertd_server.boot.assignment import BootError
 from expertd_server.commands.serve import as_server, quiet_memory
 from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError
+from expertd_server.config.variables import unread
 from expertd_server.host.host import Host
 
 __all__ = ["Hosted", "State"]
+
+log = logging.getLogger(__name__)
 
 
 class State(TypedDict):
@@ -52,6 +57,8 @@ class Hosted:
         try:
             config = resolve(_parsed(argv))
             logs.configure(config.log_level, config.log_format)
+            for warning in unread(os.environ):
+                log.warning("%s", warning)
             host = Host(config)
             host.loaded.add_done_callback(lambda loaded: None if loaded.exception() else quiet_memory(host))
             host.start()
@@ -88,14 +95,15 @@ def _state(phase: str, why: str, address: str = "", metrics: str = "") -> State:
     return State(phase=phase, why=why, address=address, metrics=metrics, pid=os.getpid())
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would end the process."""
+class _Parser(Parser):
+    """Raises where it would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def _parsed(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="expertd serve", add_help=False, allow_abbrev=False)
+    parser = _Parser(prog="expertd serve", add_help=False)
     add_flags(parser)
-    return parser.parse_args(list(argv))
+    found: argparse.Namespace = parser.parse_args(list(argv))
+    return found

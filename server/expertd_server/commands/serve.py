@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from expertd.common.signals import MainWait, ended_by_signals
 from expertd_server.config import logs
 from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.variables import unread
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
         print(config)
         return 0
     logs.configure(config.log_level, config.log_format)
+    for warning in unread(os.environ):
+        log.warning("%s", warning)
     # torch and grpc take a second to import: only now, when the options are known to be good.
     import faulthandler
 

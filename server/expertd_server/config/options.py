@@ -91,8 +91,10 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "held",
                 Path,
                 "FILE",
-                "file that records which experts this server has after each change by AdminService. A restart serves"
-                " what it records instead of --layers, --experts and --shard; default: none",
+                "file that records which experts this server has after each change by AdminService, and beside it the"
+                " folder FILE.weights, which records its version of the weights. A restart serves what they record:"
+                " other experts than --layers, --experts and --shard say, newer weights than --checkpoint, which has to"
+                " stay the same folder; default: none",
             ),
         ),
     ),

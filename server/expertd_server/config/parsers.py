@@ -63,7 +63,8 @@ def copies(text: str) -> int:
 
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "KB": 10**3, "MB": 10**6,
-          "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+          "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+          "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}  # fmt: skip
 
 
 _MOST_BYTES = 1 << 62
@@ -73,7 +74,7 @@ _MOST_BYTES = 1 << 62
 def size(text: str) -> int:
     m = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
     if m is None or m[2].upper() not in _UNITS:
-        raise ValueError(f"got {text!r}, want a size as 20GiB, 20G (the same), 20GB or bytes; 0 = none")
+        raise ValueError(f"got {text!r}, want a size as 20GiB, 20Gi or 20G (the same), 20GB or bytes; 0 = none")
     nbytes = int(float(m[1]) * _UNITS[m[2].upper()])
     if nbytes > _MOST_BYTES:
         raise ValueError(f"got {text!r}, want at most {size_text(_MOST_BYTES)}")

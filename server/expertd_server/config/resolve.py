@@ -18,6 +18,7 @@ from typing import Any
 
 from expertd_server.config.options import GROUPS, MOST_USED, OPTIONS
 from expertd_server.config.serve import ConfigError, ServeConfig
+from expertd_server.config.variables import check_variables
 
 __all__ = ["add_flags", "resolve"]
 
@@ -50,15 +51,17 @@ def add_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = Non
 def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServeConfig:
     """The configuration from parsed flags, the environment and --config's file.  Raises ConfigError."""
     environ = os.environ if environ is None else environ
+    check_variables(environ)
     path = getattr(args, "config", None) or environ.get("EXPERTD_CONFIG")
     file = _read(Path(path)) if path else {}
     values: dict[str, Any] = {}
     rank: dict[str, int] = {}
     for o in OPTIONS:
+        key, in_file = file.get(o.name, (o.name, None))
         found = (
             (o.flag, getattr(args, o.name, None)),
             (o.variable, environ.get(o.variable) or None),
-            (f"{path}: {o.name}", file.get(o.name)),
+            (f"{path}: {key}", in_file),
         )
         for i, (where, text) in enumerate(found):
             if text is None:
@@ -74,8 +77,8 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     return ServeConfig(**values)
 
 
-def _read(path: Path) -> dict[str, str]:
-    """The file's keys as option names, its values as the text of a flag."""
+def _read(path: Path) -> dict[str, tuple[str, str]]:
+    """By the option's name, the file's key as it is spelled there, and its value as the text of a flag."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -87,7 +90,7 @@ def _read(path: Path) -> dict[str, str]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise ConfigError(f"--config {path}: is no TOML: {e}") from None
     known = {o.name: o for o in OPTIONS}
-    out: dict[str, str] = {}
+    out: dict[str, tuple[str, str]] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -96,5 +99,5 @@ def _read(path: Path) -> dict[str, str]:
             raise ConfigError(f"{path}: got the key {key!r}, want one of the options of expertd serve{hint}")
         if not isinstance(value, (str, int, float)):
             raise ConfigError(f"{path}: {key}: got {value!r}, want a string, a number, true or false")
-        out[name] = {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+        out[name] = key, {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     return out

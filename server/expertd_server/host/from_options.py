@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from expertd_kernels.sources.source import LayerInfo
 from expertd_server.boot.assignment import WrongOptionError
 from expertd_server.config.serve import ServeConfig
+from expertd_server.service.reloading import FileError
 from expertd_server.transports.grpc import channelz
-from expertd_server.transports.security import Security
+from expertd_server.transports.security import Gate, Security, check_tls
 
 __all__ = ["largest_message", "message_bytes", "security_of"]
 
@@ -28,7 +29,9 @@ def largest_message(config: ServeConfig, infos: Sequence[LayerInfo]) -> int:
 
 
 def security_of(config: ServeConfig) -> Security:
-    """Who may call gRPC, and what it serves beside expertd.v1.  Raises BootError."""
+    """Who may call gRPC, and what it serves beside expertd.v1.  Raises BootError, also where the files of its options
+    cannot be used."""
+    _check_files(config)
     return Security(
         config.tls_cert,
         config.tls_key,
@@ -39,6 +42,27 @@ def security_of(config: ServeConfig) -> Security:
         config.kserve,
         _channelz(config),
     )
+
+
+def _check_files(config: ServeConfig) -> None:
+    """Raises WrongOptionError with the option of the file that cannot be read, or is not what the option wants."""
+    for option in ("tls_cert", "tls_key", "tls_client_ca", "callers"):
+        path = getattr(config, option)
+        try:
+            if path is not None:
+                path.read_bytes()
+        except OSError as e:
+            flag = f"--{option.replace('_', '-')}"
+            raise WrongOptionError(f"{flag} {path}: cannot be read: {e.strerror}") from None
+    try:
+        Gate(config.callers)
+    except FileError as e:
+        raise WrongOptionError(f"--callers {e}") from None
+    try:
+        check_tls(Security(config.tls_cert, config.tls_key, config.tls_client_ca))
+    except FileError as e:
+        of = " and --tls-client-ca" if config.tls_client_ca else ""
+        raise WrongOptionError(f"--tls-cert, --tls-key{of}: {e}") from None
 
 
 def _channelz(config: ServeConfig) -> bool:

@@ -162,6 +162,7 @@ class Host:
 
     def _start(self, kernels: KernelsAhead) -> str:
         config = self.config
+        self._security = security_of(config)
         places = self._places = resolve_places(config)
         # devices that share a layer are given their parts of it by the host
         where = torch.device("cpu") if config.joins else places[0].device
@@ -451,15 +452,20 @@ class Host:
         config = self.config
         if config.callers is not None and config.tls_cert is None and not config.listen.loopback:
             self.say("note: the tokens of clients are sent in plain text (--insecure)")
-        security = security_of(config)
-        grpc = GrpcTransport(self.service, config.listen, security)
+        grpc = GrpcTransport(self.service, config.listen, self._security)
         with listening("--listen", config.listen):
             self.address = grpc.start()
         self._transports.append(grpc)
         self.say(f"listening on {self.address}", address=self.address)
         if config.admin_listen is not None:
             self._admin = AdminTransport(
-                self._changes, self._updates, self.metrics, fingerprint, config.admin_listen, security, self._serves
+                self._changes,
+                self._updates,
+                self.metrics,
+                fingerprint,
+                config.admin_listen,
+                self._security,
+                self._serves,
             )
             with listening("--admin-listen", config.admin_listen):
                 self._describe.admin_address = self._admin.start()

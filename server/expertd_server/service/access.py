@@ -76,6 +76,11 @@ class Access:
         self.check(admitted, right)
         return admitted
 
+    def name_of(self, token: str | None, certificates: Iterable[str]) -> str:
+        """Of the caller that shows this, whatever its rights; "" = it is not known."""
+        found = self._find(token, certificates)
+        return "" if found is None else found[1].name
+
     def check(self, admitted: str, right: str) -> None:
         """Raises what admit() raises, for a caller that was let in before: by its name and, of an Admitted, by the
         credential that it showed then."""

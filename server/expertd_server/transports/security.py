@@ -22,7 +22,7 @@ from expertd_server.service.reloading import FileError, Reloading
 from expertd_server.transports.x509 import certificate_until_s
 
 # Why it is so: decision 153 in DECISIONS.md.
-__all__ = ["Gate", "Security", "tls_context", "tls_credentials"]
+__all__ = ["Gate", "Security", "check_tls", "tls_context", "tls_credentials"]
 
 Told = Callable[[str, bool], None]
 
@@ -88,6 +88,11 @@ def tls_context(s: Security, told: Told) -> Callable[[], ssl.SSLContext] | None:
     return Reloading("tls", paths, lambda data: _context(paths, data), told, every_s=0.0).current
 
 
+def check_tls(s: Security) -> None:
+    """Raises FileError where its files are no certificate, key and authorities."""
+    tls_context(s, lambda what, good: None)
+
+
 def _context(paths: Sequence[Path], data: Sequence[bytes]) -> ssl.SSLContext:
     """Raises FileError."""
     _configuration(paths, data)  # which says what is wrong
@@ -127,7 +132,7 @@ class Gate:
     def __init__(self, callers: Path | None, told: Told = lambda what, good: None) -> None:
         self._access: Reloading[Access] | None = None
         if callers is not None:
-            self._access = Reloading("callers", [callers], parse_access, told)
+            self._access = Reloading("callers", [callers], lambda data: _parsed(callers, data), told)
 
     @property
     def guards(self) -> bool:
@@ -141,6 +146,12 @@ class Gate:
             return str(context.peer())
         return self._access.current().admit(_token(context), _names(context), right, lambda: _until_s(context))
 
+    def name_of(self, context: Any) -> str:
+        """For the log, of a caller who was refused: the name in the file where what it shows is known there, else the
+        peer's address."""
+        known = None if self._access is None else self._access.current().name_of(_token(context), _names(context))
+        return known or str(context.peer())
+
     def refusal(self, caller: str) -> ExpertdError | None:
         """Why a caller who was let in before may not call any more."""
         if self._access is None:
@@ -150,6 +161,14 @@ class Gate:
         except ExpertdError as e:
             return e
         return None
+
+
+def _parsed(path: Path, data: Sequence[bytes]) -> Access:
+    """Raises FileError, whose text names the file."""
+    try:
+        return parse_access(data)
+    except FileError as e:
+        raise FileError(f"{path}: {e}") from None
 
 
 def _token(context: Any) -> str | None:

@@ -55,8 +55,9 @@ class Store:
             ) from e
         if served.fingerprint != fingerprint:
             raise WrongOptionError(
-                f"--held: {path}: got the weights of model {served.fingerprint}, want {fingerprint}; delete"
-                f" {self._root} to serve what --checkpoint says"
+                f"--held: {path}: got an update of model {served.fingerprint}, want one of {fingerprint}, which"
+                " --checkpoint is; give --checkpoint the folder from before the update, which stays after it, or delete"
+                f" {self._root} to serve another model than the other servers"
             )
         return served
 

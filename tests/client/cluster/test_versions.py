@@ -150,9 +150,38 @@ def test_no_version_that_all_experts_are_held_of_is_no_answer():
     with cluster_of(servers, timeout_s=0.5) as cluster:
         servers["a"].versions = [3]
         knows(cluster, 3, 1)
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(WeightsVersionNotHeldError) as said:
             cluster.forward(0, X, IDS, W)
         nothing_under_way(cluster)
+        assert "no server of experts 4-7 that holds version 3 of the weights (a: 3; b: 1)" in str(said.value)
+        assert "expertctl update SERVER --checkpoint DIR --version N" in str(said.value)
+
+
+def test_a_version_that_a_caller_asks_for_and_some_servers_lack_is_named_with_the_servers():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers, timeout_s=0.5) as cluster:
+        servers["a"].switch(2)
+        knows(cluster, 2, 1)
+        with pytest.raises(WeightsVersionNotHeldError, match=r"holds version 2 of the weights \(a: 2 and 1; b: 1\)"):
+            cluster.forward(0, X, IDS, W, weights_version=2)
+
+
+def test_without_a_deadline_the_versions_are_named_too():
+    servers = {"a": Versioned(LOW), "b": Versioned(HIGH)}
+    with cluster_of(servers, timeout_s=None, policy=Policy(patience_s=0.2)) as cluster:
+        servers["a"].versions = [3]
+        knows(cluster, 3, 1)
+        with pytest.raises(WeightsVersionNotHeldError, match=r"\(a: 3; b: 1\)"):
+            cluster.forward(0, X, IDS, W)
+
+
+def test_a_server_that_only_takes_long_is_late_and_not_of_another_version():
+    servers, go = {"a": Versioned(LOW), "b": Versioned(HIGH)}, threading.Event()
+    servers["b"].does = lambda request: go.wait(20)
+    with cluster_of(servers, timeout_s=0.3) as cluster:
+        with pytest.raises(DeadlineExceededError):
+            cluster.forward(0, X, IDS, W)
+        go.set()
 
 
 def test_a_hedge_of_another_version_is_not_added():

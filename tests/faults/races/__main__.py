@@ -27,7 +27,9 @@ WOVEN = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (60)")
     parser.add_argument("--schedules", type=int, help="as many, however long they take, instead of --seconds")
     parser.add_argument("--plant", choices=PLANTED, help="a fault that is to be found")

@@ -228,7 +228,18 @@ def test_explain_shows_the_plan_of_a_device_that_is_not_here(capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("20GiB", 20 * GIB), ("20G", 20 * GIB), ("1.5g", 3 * GIB // 2), ("20GB", 20 * 10**9), ("7", 7)]
+    ("text", "size"),
+    [
+        ("20GiB", 20 * GIB),
+        ("20G", 20 * GIB),
+        ("20Gi", 20 * GIB),
+        ("512Mi", 512 << 20),
+        ("3Ki", 3072),
+        ("2Ti", 2 << 40),
+        ("1.5g", 3 * GIB // 2),
+        ("20GB", 20 * 10**9),
+        ("7", 7),
+    ],
 )
 def test_sizes_have_units(text, size, monkeypatch):
     import argparse

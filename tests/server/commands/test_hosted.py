@@ -63,7 +63,7 @@ def test_it_serves_and_drains(made):
     ("argv", "why"),
     [
         ([*TINY, *HERE, "--max-tokens", "none"], "--max-tokens: got 'none'"),
-        ([*TINY, *HERE, "--max-token", "4"], "unrecognized arguments: --max-token 4"),
+        ([*TINY, *HERE, "--max-token", "4"], "unknown option --max-token; the nearest is --max-tokens"),
         ([*TINY, "--listen", "0.0.0.0:0"], "--listen 0.0.0.0:0: everybody who can reach it"),
         ([*HERE, "--checkpoint", "/there/is/none"], "/there/is/none"),
         ([*TINY, *HERE, "--memory-limit", "1KiB"], "memory"),

@@ -115,9 +115,10 @@ def test_refusals_name_the_option_what_was_got_and_what_is_wanted(flags, says):
     [
         ("max-token = 3", "the nearest is max-tokens"),
         ("zebra = 3", "got the key 'zebra'"),
-        ("max-tokens = true", "max_tokens: got 'yes'"),
+        ("max-tokens = true", "max-tokens: got 'yes'"),
         ("max-tokens = [1]", "want a string, a number, true or false"),
-        ("max-tokens = 0", "max_tokens: got '0'"),
+        ("max-tokens = 0", "max-tokens: got '0'"),
+        ("max_queue_tokens = 0", "max_queue_tokens: got '0'"),
         ("max-tokens = ", "is no TOML"),
     ],
 )

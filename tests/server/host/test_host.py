@@ -94,6 +94,12 @@ def status(address: str) -> int:
         return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10).status
 
 
+def test_a_checkpoint_that_is_not_there_is_named_with_its_option(tmp_path):
+    with pytest.raises(BootError, match=f"--checkpoint {tmp_path / 'away'}: is no folder here; want one") as said:
+        open_source(ServeConfig(checkpoint=tmp_path / "away"))
+    assert said.value.exit_code == 2
+
+
 def test_a_whole_life_in_a_thread_that_is_not_the_main_one(weights):
     seen = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import zlib
@@ -39,6 +40,18 @@ def config(folder: Path, **more):
 
 def versions(server: Server) -> list[tuple[int, str]]:
     return [(v.number, v.source) for v in server.client.describe().versions]
+
+
+def test_after_an_update_the_checkpoint_of_the_start_has_to_stay(serve, folder, tmp_path):
+    """It is the model's identity in Describe; the new folder is refused, with what to do."""
+    server, new = serve(config(folder)), trained.saved(tmp_path / "new", trained.step(2))
+    server.update(trained.step(2), version=7)
+    server.host.close()
+    moved = dataclasses.replace(config(folder), checkpoint=new)
+    with pytest.raises(WrongOptionError, match="give --checkpoint the folder from before the update") as said:
+        serve(moved)
+    assert "held.json.weights to serve another model than the other servers" in str(said.value)
+    assert versions(serve(config(folder)))[0][0] == 7
 
 
 @pytest.mark.parametrize("quantize", [None, "int4_g128"])

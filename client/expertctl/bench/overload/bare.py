@@ -41,7 +41,7 @@ async def _serve(listen: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("command", choices=("refuse",))
     parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT")
     asyncio.run(_serve(parser.parse_args().listen))

@@ -99,7 +99,8 @@ def call_failed(error: grpc.RpcError, target: str, wanted: Wanted = _GRPC) -> Ex
         row = UnavailableError("the other side cancelled the call; send again, or to another replica")
     said = row.message
     if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
-        said = f"got {m[1] or m[2]}, want an expertd server that listens there"
+        cause = m[1] or m[2]
+        said = f"got {cause}, want an expertd server that listens there{_TLS * (cause == 'Socket closed')}"
     if isinstance(row, UnimplementedError) and said == "Method not found!":
         said = f"got a gRPC server without {wanted.service}, want an expertd server: {wanted.address}"
     if isinstance(row, UnavailableError) and _HTTP.search(said):
@@ -119,6 +120,13 @@ _UNREACHABLE = re.compile(
     r"|errors resolving .*: ([^:\]]+)\]*$"
 )
 """What grpcio (1.85) says where nobody listens, with the cause as its group; other texts stay as they are."""
+
+
+_TLS = (
+    "; a server with TLS closes the connection of a client without TLS, and with --tls-client-ca that of one without a"
+    " certificate for client authentication from that authority"
+)
+"""Neither side is told more: in TLS 1.3 a client has finished before the server looks at its certificate."""
 
 
 _HTTP = re.compile("Failed parsing HTTP/2")

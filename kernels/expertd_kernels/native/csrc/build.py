@@ -207,7 +207,9 @@ def _move(made: Path, place: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="expertd_kernels.native.csrc.build", description="Compile the CPU kernel.")
+    parser = argparse.ArgumentParser(
+        prog="expertd_kernels.native.csrc.build", description="Compile the CPU kernel.", allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, help="where to put the result (default: beside the sources)")
     parser.add_argument("--sanitize", default="", metavar="LIST", help="e.g. address,undefined")
     parser.add_argument("--only-if-stale", action="store_true", help="do nothing where the result is current")

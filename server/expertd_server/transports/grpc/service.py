@@ -118,7 +118,7 @@ class Servicer:
             except Exception as e:
                 error = error_of(e, rpc.method)
                 given = request_id_of(context.invocation_metadata())
-                told = self._service.refused(error, caller or str(context.peer()), given)
+                told = self._service.refused(error, caller or self._gate.name_of(context), given)
                 await call.abort(context, error, told or given)
             self._service.metrics.answered()
             self._service.metrics.bytes_out(len(out))
@@ -169,7 +169,7 @@ class Servicer:
     def _ended(self, error: ExpertdError, context: Any) -> ExpertdError:
         """A call that is no request by itself ends with `error`, which the log is told."""
         given = request_id_of(context.invocation_metadata())
-        self._service.refusals.tell(error, str(context.peer()), given)
+        self._service.refusals.tell(error, self._gate.name_of(context), given)
         return error
 
     def _answer_describe(self, data: bytes) -> bytes:
