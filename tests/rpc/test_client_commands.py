@@ -190,7 +190,7 @@ def test_forward_and_load_with_outputs_in_e4m3(tiny_server, tmp_path):
     assert saved.dtype == np.float32
     assert float(saved.max()) == pytest.approx(small["max"])
     load = ["load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--output-dtype"]
-    report = json.loads(expertctl(*load, "e4m3"))
+    (report,) = json.loads(expertctl(*load, "e4m3"))["runs"]
     assert (report["answered"], report["failed"]) == (20, 0)
 
 
@@ -200,7 +200,7 @@ def test_forward_and_load_with_outputs_in_e4m3(tiny_server, tmp_path):
 )
 def test_load(tiny_server, loop, name, message):
     words = ["--m", 2, "--requests", 60, "--warmup", 4, *loop, *message]
-    report = json.loads(expertctl("load", tiny_server, "--json", *words))
+    (report,) = json.loads(expertctl("load", tiny_server, "--json", *words))["runs"]
     assert (report["answered"], report["failed"], report["errors"]) == (60, 0, {})
     assert report["routes_computed"] == 60 * 2 * 2
     assert report["plan"]["loop"] == name
@@ -240,7 +240,8 @@ def test_what_the_server_refuses_is_a_reason(tiny_server):
     error = json.loads(with_json)["error"]
     assert error["reason"] in ("TOO_MANY_TOKENS", "MESSAGE_TOO_LARGE")
     assert (error["retryable"], bool(error["message"])) == (False, True)
-    report = json.loads(expertctl("load", tiny_server, "--json", "--m", 5000, "--requests", 3, "--warmup", 0, code=1))
+    words = ["--m", 5000, "--requests", 3, "--warmup", 0]
+    (report,) = json.loads(expertctl("load", tiny_server, "--json", *words, code=1))["runs"]
     assert report["answered"] == 0
     assert report["errors"] == {error["reason"]: 3}
 
@@ -381,9 +382,10 @@ def test_expertctl_asks_for_it(tiny_server):
     plain, e4m3 = forward(), forward("--wire-dtype", "e4m3")
     assert plain["crc32"] != e4m3["crc32"]
     assert e4m3["sum_of_squares"] == pytest.approx(plain["sum_of_squares"], rel=0.1)
-    report = json.loads(
+    found = json.loads(
         expertctl("load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--wire-dtype", "e4m3")
     )
-    assert (report["wire_dtype"], report["answered"], report["errors"]) == ("e4m3", 20, {})
+    (report,) = found["runs"]
+    assert (found["wire_dtype"], report["answered"], report["errors"]) == ("e4m3", 20, {})
     refused = expertctl("load", tiny_server, "--requests", 1, "--synthetic", "--wire-dtype", "e4m3", code=2)
     assert "nothing is sent of what is drawn" in refused
