@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from unittest import mock
 
 import grpc
@@ -102,8 +103,8 @@ def test_load_like_a_model_that_generates(tiny_server):
     assert rows[0]["layer_us"]["p50"] < rows[1]["layer_us"]["p50"], "shared memory is faster"
     table = expertctl(*words)
     assert "one client, 2 tokens, 2 layers in turn, 5 steps" in table
-    assert re.search(r"shared memory +│ +\d.*gRPC stream +│ +\d", table, re.S), table
-    assert "gRPC stream" in expertctl(*words, "--unary")
+    assert re.search(r"shared memory +│ +\d.*gRPC +│ +\d", table, re.S), table
+    assert "gRPC" in expertctl(*words, "--unary")
     assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
 
 
@@ -276,6 +277,35 @@ def test_another_service_at_that_address_is_told_apart(words):
         f"127.0.0.1:{metrics.server_port}: got a server that speaks HTTP/1, as expertd's metrics address does" in said
     )
     assert listen in said
+
+
+def test_the_tcp_transport_at_that_address_is_told_apart():
+    """It resets a connection that does not begin as its own do."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        over = Event()
+
+        def reset():
+            while True:
+                accepted, _ = listener.accept()
+                if over.is_set():
+                    accepted.close()
+                    return
+                accepted.recv(24)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                accepted.close()
+
+        thread = Thread(target=reset, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            said = expertctl("describe", address, code=1)
+        finally:
+            over.set()
+            socket.create_connection(listener.getsockname()).close()
+            thread.join()
+    assert "want an expertd server that listens there: its address is that of --listen, not that of the TCP" in said
 
 
 def test_somebody_who_never_answers():

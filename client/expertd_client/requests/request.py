@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass
-from typing import Any, TypedDict
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypedDict
 
 import numpy as np
 
@@ -56,6 +57,14 @@ class RequestOptions(TypedDict, total=False):
     digest: bool
     traceparent: str
     weights_version: int
+
+
+def _unknown(name: str) -> str:
+    """What to say of an argument that does not exist; forward() and submit() hand theirs on."""
+    known = ["timeout_s", *RequestOptions.__annotations__]
+    near = get_close_matches(name, known, 1)
+    want = near[0] if near else f"one of {', '.join(known)}"
+    return f"forward(), submit() and Request: got the argument {name!r}, which they do not have; want {want}"
 
 
 class _Fields:
@@ -130,7 +139,10 @@ class Request(_Fields):
         digest: bool = False,
         traceparent: str = "",
         weights_version: int = 0,
+        **unknown: NoReturn,
     ) -> Request:
+        if unknown:
+            raise TypeError(_unknown(next(iter(unknown))))
         if not (
             (type(layer) is int or hasattr(layer, "__index__")) and 0 <= layer < _LAYERS
         ):  # None would travel as layer 0

@@ -240,8 +240,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "channelz",
                 choice("auto", "on", "off"),
                 "HOW",
-                "auto, on or off: gRPC's statistics of its own connections (grpc.channelz.v1.Channelz), for clients with"
-                " the right describe. auto: where --listen is loopback and grpcio-channelz is installed",
+                "auto, on or off: gRPC's statistics of its own connections (grpc.channelz.v1.Channelz), for clients"
+                " with the right describe. auto: where --listen is loopback and grpcio-channelz is installed",
             ),
         ),
     ),

@@ -100,6 +100,8 @@ def call_failed(error: grpc.RpcError, target: str, wanted: Wanted = _GRPC) -> Ex
     said = row.message
     if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
         said = f"got {m[1] or m[2]}, want an expertd server that listens there"
+        if _RESET in said:
+            said += ": its address is that of --listen, not that of the TCP transport (--tcp-listen)"
     if isinstance(row, UnimplementedError) and said == "Method not found!":
         said = f"got a gRPC server without {wanted.service}, want an expertd server: {wanted.address}"
     if isinstance(row, UnavailableError) and _HTTP.search(said):
@@ -121,6 +123,8 @@ _UNREACHABLE = re.compile(
 """What grpcio (1.85) says where nobody listens, with the cause as its group; other texts stay as they are."""
 
 
+_RESET = "Connection reset by peer"
+"""What the TCP transport's address does with gRPC."""
 _HTTP = re.compile("Failed parsing HTTP/2")
 """What grpcio (1.85) says of an answer in HTTP/1."""
 
