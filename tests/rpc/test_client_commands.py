@@ -396,6 +396,12 @@ def test_health(tiny_server):
     assert time.monotonic() - began < 10
 
 
+def test_the_time_that_health_waits_is_a_time(tiny_server):
+    assert expertctl("health", tiny_server, "--wait", "1m") == "SERVING\n"
+    assert expertctl("health", tiny_server, "--wait", "0") == "SERVING\n"
+    assert "want a time > 0" in expertctl("health", tiny_server, "--wait", "1x", code=2)
+
+
 def test_health_waits_until_it_serves():
     answers = iter(["UNAVAILABLE: refused", "NOT_SERVING", "SERVING", "NOT_SERVING"])
     now = [0.0]

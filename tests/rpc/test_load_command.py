@@ -77,6 +77,15 @@ def test_a_ramp(tiny_server, tmp_path):
     assert "Percentile" in (tmp_path / "r.hgrm").read_text()
 
 
+def test_what_is_written_is_named(tiny_server, tmp_path):
+    page, histogram = tmp_path / "r.html", tmp_path / "r.hgrm"
+    words = ["load", tiny_server, "-n", "3", "--html", page, "--hdr", histogram, "--json"]
+    command = [sys.executable, "-m", "expertctl.cli", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert f"wrote {page}\nwrote {histogram}\n" in done.stderr
+    assert json.loads(done.stdout)["runs"]
+
+
 def test_a_promise(tiny_server):
     words = ["load", tiny_server, "--slo", "p90<2s", "--duration", 0.2, "--repeats", 2, "--json", "--m", 1]
     found = json.loads(expertctl(*words))["slo"]

@@ -43,7 +43,11 @@ def add_common(parser: argparse.ArgumentParser, addresses: Literal["+", "*"] | N
     parser.add_argument("address", metavar="ADDRESS", nargs=addresses, help=ADDRESS + (SEVERAL if addresses else ""))
     add_credentials(parser)
     parser.add_argument(
-        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each request (default: 30s)"
+        "--timeout",
+        type=duration_s,
+        default=30.0,
+        metavar="TIME",
+        help="for each request, for example 500ms or 10 (seconds) (default: 30s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 

@@ -120,6 +120,8 @@ class Request(_Fields):
     plain           whether all three tensors are numpy arrays of few bytes and M > 0: they are copied, without a look
                     at where they lie
 
+    unknown         none exists: TypeError, with the name of the argument that was meant
+
     Raises BadDtypeError, BadShapeError and, for a layer that is no number, LayerNotHeldError: what can be seen without
     the server.
     """
