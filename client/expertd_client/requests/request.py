@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass
 from difflib import get_close_matches
-from typing import Any, NoReturn, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -141,7 +141,7 @@ class Request(_Fields):
         digest: bool = False,
         traceparent: str = "",
         weights_version: int = 0,
-        **unknown: NoReturn,
+        **unknown: object,
     ) -> Request:
         if unknown:
             raise TypeError(_unknown(next(iter(unknown))))
