@@ -25,7 +25,7 @@ def request(x=X, ids=IDS, weights=WEIGHTS, layer=4, **options):
 
 @pytest.mark.parametrize(
     ("name", "want"),
-    [("timeout", "want timeout_s"), ("version", "want weights_version"), ("colour", "want one of timeout_s, grouped, ")],
+    [("timeout", "want timeout_s"), ("version", "want weights_version"), ("colour", "want one of timeout_s, ")],
 )
 def test_an_argument_that_does_not_exist_is_answered_with_the_one_that_does(name, want):
     with pytest.raises(TypeError) as found:
