@@ -84,7 +84,7 @@ def throughput(s: Report, server: Server, tokens: int, processes: int, callers: 
     command = [sys.executable, "-m", "expertctl.cli", "load", server.address, "--m", str(tokens), "--json"]
     command += ["--concurrency", str(callers // processes), "--duration", str(seconds), "--warmup", "8"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    found = [json.loads(p.communicate(timeout=seconds + 20)[0]) for p in runs]
+    found = [json.loads(p.communicate(timeout=seconds + 20)[0])["runs"][0] for p in runs]
     s.found[f"load {tokens} x {callers} in {processes}"] = found
     rate = sum(f.get("tokens_per_s", 0.0) for f in found)
     shown = {k: v for k, v in found[0].items() if isinstance(v, (int, float))}

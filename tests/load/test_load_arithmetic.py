@@ -3,6 +3,7 @@
 import asyncio
 import math
 import selectors
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from expertctl.common.percentiles import Durations, Summary
 from expertctl.common.workload import LayerShape, drawn, layer_shapes, requests, routes, synthetic
 from expertctl.load.departures import LoadPlan, departures
-from expertctl.load.generator import run_load
-from expertd.errors import QueueFullError
+from expertctl.load.generator import LoadRun, run_load
+from expertd.errors import DeadlineExceededError, QueueFullError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.result import ForwardResult
 
@@ -185,6 +186,56 @@ def test_an_open_loop_that_is_late_itself_says_so_and_counts_it():
     report = run(run_load(LoadPlan(tokens=1, rate=100.0, poisson=False, requests=50), late(), send))
     assert report.lateness.max_s > 1.5
     assert report.latency.max_s > report.lateness.max_s
+
+
+def test_an_open_loop_that_cannot_send_its_rate_stops_soon_after_its_duration_and_says_so():
+    async def send(_, __):
+        await asyncio.sleep(0.001)
+        return result()
+
+    def late():
+        for x in endless():
+            asyncio.get_running_loop()._selector.now_s += 0.05  # 20 requests a second
+            yield x
+
+    report = run(run_load(LoadPlan(tokens=1, rate=100.0, poisson=False, duration_s=4.0), late(), send))
+    assert report.wall_s == pytest.approx(5.0, abs=0.1), "a second of grace"
+    assert report.answered == pytest.approx(100, abs=2)
+    assert report.behind.offered_per_s == pytest.approx(100.0, rel=0.01)
+    assert report.behind.sent_per_s == pytest.approx(20.0, rel=0.05)
+    on_time = run(run_load(LoadPlan(tokens=1, rate=100.0, poisson=False, duration_s=4.0), endless(), send))
+    assert (on_time.answered, on_time.behind) == (400, None)
+
+
+def test_the_first_failure_is_kept_and_a_warmup_may_be_late():
+    calls = 0
+
+    async def send(_, __):
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.5)
+        if calls <= 2:
+            raise DeadlineExceededError("in the warmup")
+        if calls > 4:
+            raise QueueFullError(f"full at {calls}")
+        return result()
+
+    report = run(run_load(LoadPlan(tokens=1, requests=4, warmup=2), endless(), send))
+    assert (report.answered, report.errors) == (2, {"QUEUE_FULL": 2})
+    assert report.first_failure.after_s == pytest.approx(1.5, abs=0.05)
+    assert report.first_failure.text == "QUEUE_FULL: full at 5"
+
+
+def test_what_carried_the_requests_is_counted_without_the_warmup():
+    carried = Counter()
+
+    async def send(_, __):
+        carried["shm"] += 1
+        await asyncio.sleep(0.01)
+        return result()
+
+    report = run(LoadRun(LoadPlan(tokens=1, requests=5, warmup=3), carried).run(endless(), send))
+    assert report.transports == {"shm": 5}
 
 
 def test_failures_are_counted_by_reason_and_have_no_latency():

@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from unittest import mock
 
 import grpc
@@ -102,8 +103,8 @@ def test_load_like_a_model_that_generates(tiny_server):
     assert rows[0]["layer_us"]["p50"] < rows[1]["layer_us"]["p50"], "shared memory is faster"
     table = expertctl(*words)
     assert "one client, 2 tokens, 2 layers in turn, 5 steps" in table
-    assert re.search(r"shared memory +│ +\d.*gRPC stream +│ +\d", table, re.S), table
-    assert "gRPC stream" in expertctl(*words, "--unary")
+    assert re.search(r"shared memory +│ +\d.*gRPC +│ +\d", table, re.S), table
+    assert "gRPC" in expertctl(*words, "--unary")
     assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
 
 
@@ -190,7 +191,7 @@ def test_forward_and_load_with_outputs_in_e4m3(tiny_server, tmp_path):
     assert saved.dtype == np.float32
     assert float(saved.max()) == pytest.approx(small["max"])
     load = ["load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--output-dtype"]
-    report = json.loads(expertctl(*load, "e4m3"))
+    (report,) = json.loads(expertctl(*load, "e4m3"))["runs"]
     assert (report["answered"], report["failed"]) == (20, 0)
 
 
@@ -200,7 +201,7 @@ def test_forward_and_load_with_outputs_in_e4m3(tiny_server, tmp_path):
 )
 def test_load(tiny_server, loop, name, message):
     words = ["--m", 2, "--requests", 60, "--warmup", 4, *loop, *message]
-    report = json.loads(expertctl("load", tiny_server, "--json", *words))
+    (report,) = json.loads(expertctl("load", tiny_server, "--json", *words))["runs"]
     assert (report["answered"], report["failed"], report["errors"]) == (60, 0, {})
     assert report["routes_computed"] == 60 * 2 * 2
     assert report["plan"]["loop"] == name
@@ -240,7 +241,8 @@ def test_what_the_server_refuses_is_a_reason(tiny_server):
     error = json.loads(with_json)["error"]
     assert error["reason"] in ("TOO_MANY_TOKENS", "MESSAGE_TOO_LARGE")
     assert (error["retryable"], bool(error["message"])) == (False, True)
-    report = json.loads(expertctl("load", tiny_server, "--json", "--m", 5000, "--requests", 3, "--warmup", 0, code=1))
+    words = ["--m", 5000, "--requests", 3, "--warmup", 0]
+    (report,) = json.loads(expertctl("load", tiny_server, "--json", *words, code=1))["runs"]
     assert report["answered"] == 0
     assert report["errors"] == {error["reason"]: 3}
 
@@ -275,6 +277,35 @@ def test_another_service_at_that_address_is_told_apart(words):
         f"127.0.0.1:{metrics.server_port}: got a server that speaks HTTP/1, as expertd's metrics address does" in said
     )
     assert listen in said
+
+
+def test_the_tcp_transport_at_that_address_is_told_apart():
+    """It resets a connection that does not begin as its own do."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        over = Event()
+
+        def reset():
+            while True:
+                accepted, _ = listener.accept()
+                if over.is_set():
+                    accepted.close()
+                    return
+                accepted.recv(24)
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                accepted.close()
+
+        thread = Thread(target=reset, daemon=True)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            said = expertctl("describe", address, code=1)
+        finally:
+            over.set()
+            socket.create_connection(listener.getsockname()).close()
+            thread.join()
+    assert "want an expertd server that listens there: its address is that of --listen, not that of the TCP" in said
 
 
 def test_somebody_who_never_answers():
@@ -365,6 +396,12 @@ def test_health(tiny_server):
     assert time.monotonic() - began < 10
 
 
+def test_the_time_that_health_waits_is_a_time(tiny_server):
+    assert expertctl("health", tiny_server, "--wait", "1m") == "SERVING\n"
+    assert expertctl("health", tiny_server, "--wait", "0") == "SERVING\n"
+    assert "want a time > 0" in expertctl("health", tiny_server, "--wait", "1x", code=2)
+
+
 def test_health_waits_until_it_serves():
     answers = iter(["UNAVAILABLE: refused", "NOT_SERVING", "SERVING", "NOT_SERVING"])
     now = [0.0]
@@ -381,9 +418,10 @@ def test_expertctl_asks_for_it(tiny_server):
     plain, e4m3 = forward(), forward("--wire-dtype", "e4m3")
     assert plain["crc32"] != e4m3["crc32"]
     assert e4m3["sum_of_squares"] == pytest.approx(plain["sum_of_squares"], rel=0.1)
-    report = json.loads(
+    found = json.loads(
         expertctl("load", tiny_server, "--json", "--requests", 20, "--warmup", 2, "--wire-dtype", "e4m3")
     )
-    assert (report["wire_dtype"], report["answered"], report["errors"]) == ("e4m3", 20, {})
+    (report,) = found["runs"]
+    assert (found["wire_dtype"], report["answered"], report["errors"]) == ("e4m3", 20, {})
     refused = expertctl("load", tiny_server, "--requests", 1, "--synthetic", "--wire-dtype", "e4m3", code=2)
     assert "nothing is sent of what is drawn" in refused

@@ -271,7 +271,7 @@ def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
     try:
         address = child.stdout.readline().split()[2]
         words = ["--requests", 40, "--warmup", 0, "--rate", 200, "--m", 3, "--json"]
-        sent = json.loads(expertctl("load", address, *words))
+        (sent,) = json.loads(expertctl("load", address, *words))["runs"]
         assert sent["answered"] == 40
         if how == "ctrl-c":
             os.kill(child.pid, signal.SIGINT)
@@ -282,11 +282,12 @@ def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
     count = 40 if how == "ctrl-c" else 16
     assert f"{count} requests of {3 * count} tokens" in out
     recorded_s = float(Recording.load(file).at_us[-1]) * 1e-6
-    found = json.loads(expertctl("replay", file, tiny_server, "--speed", recorded_s / 2, "--json"))
+    (found,) = json.loads(expertctl("replay", file, tiny_server, "--speed", recorded_s / 2, "--json"))["runs"]
     assert (found["answered"], found["routes_computed"]) == (count, count * 3 * 2)
     assert found["plan"]["loop"] == "open"
     assert found["wall_s"] >= 2, "as slowly as was asked for"
-    routed = json.loads(expertctl("load", tiny_server, "--routing", f"recorded:{file}", "--requests", 20, "--json"))
+    words = ["--routing", f"recorded:{file}", "--requests", 20, "--json"]
+    (routed,) = json.loads(expertctl("load", tiny_server, *words))["runs"]
     assert (routed["answered"], routed["failed"]) == (20, 0)
 
 

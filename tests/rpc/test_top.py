@@ -70,7 +70,7 @@ def test_as_a_command():
             command = [sys.executable, "-m", "expertctl.cli", "top", *words]
             done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
             assert done.returncode == code, done.stdout + done.stderr
-            return done.stdout
+            return done.stdout + done.stderr if "--once" in words else done.stdout
 
         one, gone = json.loads(top(address, "127.0.0.1:1", "--metrics", port, "--every", "0.3", "--json"))["servers"]
         assert (one["address"], one["state"], gone["state"]) == (address, "serving", "gone")
@@ -79,6 +79,9 @@ def test_as_a_command():
         table = top(address, "--once")
         assert address in table
         assert "serving" in table
+        hint = "tokens/s, busy, queue, GPU and hottest need --metrics PORT"
+        assert hint in table
+        assert hint not in top(address, "--once", "--every", "0.2", "--metrics", port)
         top("127.0.0.1:1", "--once", code=1)
         command = [sys.executable, "-m", "expertctl.cli", "top", address, "--every", "0.2"]
         env = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "80"}

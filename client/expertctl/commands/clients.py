@@ -13,6 +13,7 @@ from expertctl.commands.connect import connected
 from expertctl.commands.options import checked_wire_dtype, credentials, popularity
 from expertctl.common.workload import POOL, LayerShape, layer_shapes, requests, with_routes
 from expertctl.load.by_server import of_all
+from expertctl.load.carried import Carried, counted_transport
 from expertctl.load.departures import LoadPlan
 from expertctl.load.generator import LoadReport, LoadRun
 from expertctl.load.live import stoppable, watched
@@ -26,15 +27,18 @@ from expertd_client.clients.forwarder import AsyncForwarder
 from expertd_client.cluster import AsyncExpertCluster
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
+from expertd_client.transports.protocol import Transport
 
 __all__ = ["CommandClients"]
 
 _NO_BOUND = 1 << 20
 """Requests in flight of an open loop: nothing may hold one back; their number is bounded by their timeout alone."""
+_CONNECT_S = 10.0
+"""Describe and the agreement on a transport; --timeout is for requests."""
 _PEAK_S = 2.0
 """Of the closed loop that shows where a search begins."""
 _LATE_SHARE = 0.25
-"""A trial whose generator sent later than this share of the bound, in the promise's quantile, says nothing."""
+"""A trial whose generator sent later than this share of the bound, in the SLO's quantile, says nothing."""
 
 
 class CommandClients:
@@ -45,13 +49,17 @@ class CommandClients:
         self._args, self._servers, self.interrupted = args, servers, False
         self._run: LoadRun | None = None
         self.runs: list[Run] = []
+        self._carried: Carried = Carried()
+        self._only: str | None = None if args.transport == "auto" else args.transport
+        more: dict[str, Any] = {"max_in_flight": in_flight or _NO_BOUND}
+        if len(servers) > 1:
+            more["transport"] = self._transport
         self._clients: list[AsyncForwarder] = [
-            connected(args, servers, AsyncExpertClient, AsyncExpertCluster, max_in_flight=in_flight or _NO_BOUND)
-            for _ in range(args.streams)
+            connected(args, servers, self._client, AsyncExpertCluster, **more) for _ in range(args.streams)
         ]
         self.described: list[pb.DescribeResponse] = []
         self.transports: dict[str, str] = {}
-        """Server -> what its messages travel on: "unary", or a name of exchange.session.Session."""
+        """Server -> what was agreed on, "unary" or a name of exchange.session.Session."""
         self._shapes: list[LayerShape] = []
 
     async def __aenter__(self) -> CommandClients:
@@ -64,6 +72,12 @@ class CommandClients:
             raise
         return self
 
+    def _transport(self, server: str) -> Transport:
+        return counted_transport(server, credentials(self._args), self._carried, self._args.unary, self._only)
+
+    def _client(self, server: str, unary: bool = False, **more: Any) -> AsyncExpertClient:
+        return AsyncExpertClient(self._transport(server), unary=unary, **more)
+
     async def _describe(self) -> list[pb.DescribeResponse]:
         """By each server, before a cluster waits for one that is not there."""
         first = self._clients[0]
@@ -71,15 +85,18 @@ class CommandClients:
             return [await self._ask(first, self._servers[0])]
         found = []
         for server in self._servers:
-            async with AsyncExpertClient(server, credentials=credentials(self._args)) as client:
+            async with self._client(server) as client:
                 found.append(await self._ask(client, server))
         return found
 
     async def _ask(self, client: AsyncExpertClient, server: str) -> pb.DescribeResponse:
-        described = await client.describe(timeout_s=self._args.timeout)
+        described = await client.describe(timeout_s=_CONNECT_S)
         unary = self._args.unary
-        session = None if unary else await client.session(timeout_s=self._args.timeout)
+        session = None if unary else await client.session(timeout_s=_CONNECT_S)
         self.transports[server] = "unary" if session is None else session.transport
+        if session is not None and self._only not in (None, "grpc", session.transport):
+            why = session.refused.get(self._only or "", "this server does not offer it")
+            raise ValueError(f"--transport {self._only}: got a server, {server}, that does not take it: {why}")
         return described
 
     async def __aexit__(self, *_: object) -> None:
@@ -109,7 +126,7 @@ class CommandClients:
 
     async def run(self, plan: LoadPlan, wanted: Iterator[Request]) -> LoadReport:
         """One run, kept in `runs`, also where it was interrupted."""
-        self._run = LoadRun(plan)
+        self._run = LoadRun(plan, self._carried)
         with stoppable(self.stop):
             async with watched(self._run, describe_plan(plan)):
                 report = await self._run.run(wanted, self._send)
@@ -127,7 +144,7 @@ class CommandClients:
                 return
 
     async def largest_rate(self, slo: Slo, plan: LoadPlan, repeats: int) -> Found | None:
-        """The search of loadtest.slo; None where it was interrupted.  plan: of a trial, less its rate."""
+        """The search of expertctl.load.slo; None where it was interrupted.  plan: of a trial, less its rate."""
         wanted = self.endless()
         seconds = plan.duration_s or 1.0
         peak = await self.run(replace(plan, rate=None, duration_s=min(_PEAK_S, seconds), requests=None), wanted)
@@ -165,8 +182,8 @@ def _judged(rate: float, report: LoadReport, slo: Slo) -> Trial:
     everything = np.concatenate([took, np.full(report.failed, np.inf)])
     value = float(np.quantile(everything, slo.quantile, method="inverted_cdf"))
     # What this process itself delayed counts as latency: where it alone would break the SLO, nothing is learnt.
-    behind = report.lateness.p99_s > _LATE_SHARE * slo.bound_s and late > slo.allowed * len(everything)
-    return Trial(rate, len(everything), late, value, behind)
+    delayed = report.lateness.p99_s > _LATE_SHARE * slo.bound_s and late > slo.allowed * len(everything)
+    return Trial(rate, len(everything), late, value, delayed or report.behind is not None)
 
 
 def _with_recorded_routes(

@@ -5,6 +5,7 @@ For health checks of containers, and for scripts that wait for a server."""
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
-from expertctl.common.counts import at_least_0, duration_s
+from expertctl.common.counts import duration_s
 from expertd_client.transports.address import reach
 from expertd_client.transports.grpc.common import HEALTH, call_failed, channel_options
 
@@ -34,11 +35,16 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser.add_argument("--timeout", type=duration_s, default=5.0, metavar="TIME", help="for each query (default: 5s)")
     parser.add_argument(
         "--wait",
-        type=at_least_0,
+        type=_wait_s,
         default=0.0,
-        metavar="S",
-        help="seconds to keep asking until it is SERVING (default: 0)",
+        metavar="TIME",
+        help="how long to keep asking until it is SERVING, for example 60 (seconds) or 2m (default: 0)",
     )
+
+
+def _wait_s(text: str) -> float:
+    """As duration_s, or 0."""
+    return 0.0 if re.fullmatch(r"0+(\.0*)?", text) else duration_s(text)
 
 
 def run(args: argparse.Namespace) -> int:

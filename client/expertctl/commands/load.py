@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from expertctl.commands.options import (
     add_credentials,
     add_routing,
     add_tokens,
+    add_transport,
     new_file,
     numbers,
 )
@@ -38,6 +40,7 @@ from expertd.common.tables import console
 __all__ = ["add_parser", "add_reports", "check_reports", "finish", "run"]
 
 _DEFAULT_SECONDS, _TRIAL_SECONDS = 10.0, 3.0
+_CLIENTS = 8
 INTERRUPTED = 130
 
 
@@ -80,13 +83,15 @@ def add_parser(subparsers: Any, text: str) -> None:
         "--hidden-size", type=at_least(1), default=4096, metavar="H", help="hidden size of --echo (default: 4096)"
     )
     add_reports(parser)
-    add_credentials(parser.add_argument_group("Connection"))
+    connection = parser.add_argument_group("Connection")
+    add_transport(connection)
+    add_credentials(connection)
 
 
 def _add_most_used(parser: argparse.ArgumentParser) -> None:
     """ADDRESS and the options that most runs need."""
     parser.add_argument("address", metavar="ADDRESS", nargs="*", help=ADDRESS + SEVERAL)
-    parser.add_argument("-c", "--concurrency", type=_callers, default=[8], metavar="N,N", help="clients (default: 8)")
+    parser.add_argument("-c", "--concurrency", type=_callers, metavar="N,N", help="clients (default: 8)")
     parser.add_argument(
         "-n", "--requests", type=at_least(1), metavar="N", help="most requests (default: as many as fit in --duration)"
     )
@@ -95,7 +100,8 @@ def _add_most_used(parser: argparse.ArgumentParser) -> None:
         "--duration",
         type=duration_s,
         metavar="TIME",
-        help="for example 10s or 2m (default: 10s; with --slo 3s for each trial; no limit with --requests)",
+        help="how long requests are sent, for example 10s, 2m or 10 (seconds); an open loop that is late stops a second"
+        " after it; answers are waited for (default: 10s; with --slo 3s for each trial; no limit with --requests)",
     )
     parser.add_argument("--rate", type=_rates, metavar="R,R", help="open loop: requests per second; a ramp: 100..1000")
     add_tokens(parser)
@@ -128,7 +134,11 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
     )
     loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
     loop.add_argument(
-        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each request (default: 30s)"
+        "--timeout",
+        type=duration_s,
+        default=30.0,
+        metavar="TIME",
+        help="for each request, from when it was really sent, also in the open loop (default: 30s)",
     )
 
 
@@ -152,15 +162,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def finish(args: argparse.Namespace, o: Outcome) -> int:
-    """Prints and writes what was found; the exit code."""
+    """Prints and writes what was found, and names each file on standard error; the exit code."""
     if args.json:
         print(json.dumps(as_json(o), indent=2))
     else:
         show(console(), o)
     if args.html is not None:
         args.html.write_text(page(o), encoding="utf-8")
+        print(f"wrote {args.html}", file=sys.stderr)
     if args.hdr is not None and o.runs:
         args.hdr.write_text(hdr_text(o.runs[-1].report.raw.latencies_s), encoding="ascii")
+        print(f"wrote {args.hdr}", file=sys.stderr)
     if o.interrupted:
         return INTERRUPTED
     return 0 if any(run.report.answered for run in o.runs) else 1
@@ -172,6 +184,9 @@ def _check(args: argparse.Namespace) -> None:
         got = "both" if args.echo else "neither"
         raise ValueError(f"ADDRESS and --echo: got {got}, want one of them")
     _check_cluster(args)
+    given = args.concurrency is not None
+    args.concurrency = args.concurrency or [_CLIENTS]
+    _check_transport(args)
     if args.depth and not args.generate:
         raise ValueError(f"--depth {args.depth}: got it without --generate, want both: other loads have no steps")
     several = len(args.concurrency) * len(args.rate or [0]) > 1
@@ -180,8 +195,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{other}: got a sweep with it, want one value of --concurrency and no --rate")
     if args.slo and args.rate:
         raise ValueError("--slo: got --rate with it, want one of them: --slo searches the rate")
-    if args.rate and len(args.concurrency) > 1:
-        raise ValueError("--concurrency: got several values with --rate, want several values of one of them")
+    if args.rate and given:
+        raise ValueError("--concurrency: got --rate with it, want one of them: an open loop does not wait for answers")
     if args.hdr is not None and several:
         raise ValueError("--hdr: got a sweep with it, want one run: a file has one histogram")
     if (ramp := next((r for r in args.rate or () if r[1]), None)) and args.requests and not args.duration:
@@ -201,6 +216,16 @@ def _check_cluster(args: argparse.Namespace) -> None:
     ):
         if given:
             raise for_one_server(flag, args.address, why)
+
+
+def _check_transport(args: argparse.Namespace) -> None:
+    """Raises ValueError for a --transport that another option excludes."""
+    if args.transport == "auto":
+        return
+    if args.generate:
+        raise ValueError("--transport: got --generate with it, want one of them: --generate shows both transports")
+    if args.unary and args.transport != "grpc":
+        raise ValueError(f"--transport {args.transport}: got --unary with it, want one of them: unary calls are gRPC")
 
 
 def check_reports(args: argparse.Namespace) -> None:

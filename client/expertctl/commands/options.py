@@ -22,6 +22,7 @@ __all__ = [
     "add_credentials",
     "add_routing",
     "add_tokens",
+    "add_transport",
     "checked_wire_dtype",
     "credentials",
     "new_file",
@@ -42,7 +43,11 @@ def add_common(parser: argparse.ArgumentParser, addresses: Literal["+", "*"] | N
     parser.add_argument("address", metavar="ADDRESS", nargs=addresses, help=ADDRESS + (SEVERAL if addresses else ""))
     add_credentials(parser)
     parser.add_argument(
-        "--timeout", type=duration_s, default=30.0, metavar="TIME", help="for each request (default: 30s)"
+        "--timeout",
+        type=duration_s,
+        default=30.0,
+        metavar="TIME",
+        help="for each request, for example 500ms or 10 (seconds) (default: 30s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -69,6 +74,17 @@ def add_tokens(parser: argparse._ActionsContainer) -> None:
     """--m."""
     parser.add_argument(
         "-m", "--m", type=at_least(0), default=8, metavar="M", help="tokens of each request (default: 8)"
+    )
+
+
+def add_transport(parser: argparse._ActionsContainer) -> None:
+    """--transport."""
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "grpc", "shm", "tcp"),
+        default="auto",
+        help="auto: the fastest that client and server agree on; another one, where the server does not take it, is"
+        " refused with the reason (default: auto)",
     )
 
 

@@ -46,7 +46,12 @@ def add_parser(subparsers: Any, text: str) -> None:
         metavar="HOST:PORT",
         help="address of the proxy on this host (default: a free port)",
     )
-    parser.add_argument("--seconds", type=duration_s, metavar="TIME", help="how long to record (default: until Ctrl-C)")
+    parser.add_argument(
+        "--seconds",
+        type=duration_s,
+        metavar="TIME",
+        help="how long to record, for example 30 (seconds) or 2m (default: until Ctrl-C)",
+    )
     parser.add_argument(
         "--requests", type=at_least(1), default=1_000_000, metavar="N", help="most requests (default: 1,000,000)"
     )

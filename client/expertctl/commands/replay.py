@@ -8,7 +8,7 @@ from typing import Any
 
 from expertctl.commands.clients import CommandClients
 from expertctl.commands.load import add_reports, check_reports, finish
-from expertctl.commands.options import OUTPUT_DTYPES, add_common
+from expertctl.commands.options import OUTPUT_DTYPES, add_common, add_transport
 from expertctl.common.counts import at_least, positive
 from expertctl.load.departures import LoadPlan
 from expertctl.load.recording import Recording, replayed
@@ -38,6 +38,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     parser.add_argument("--unary", action="store_true", help="one gRPC call for each request instead of a stream")
     parser.add_argument("--wire-dtype", choices=("e4m3",), help="quantize hidden states before sending them")
     parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="bf16", help="default: bf16")
+    add_transport(parser)
     add_reports(parser)
 
 

@@ -6,6 +6,7 @@ import argparse
 import io
 import json
 import re
+import sys
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 _SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})?[ \t]+(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _HOTTEST = 3
+_NO_METRICS = "tokens/s, busy, queue, GPU and hottest need --metrics PORT (usually 9464)"
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         description="Watches servers.  Rates, kernel time, GPU and experts come from the metrics port (--metrics;"
         " experts"
         " need servers with --expert-metrics yes), the rest from gRPC.  Ctrl-C ends it.",
+        epilog="Columns: waiting: requests in queues, and their tokens; us/token: of the kernels, by which the server"
+        " predicts waits; ping: of a Describe; busy: share of the time in kernels; queue: a request's mean wait for"
+        " its batch; free: memory of the device; hottest: layer/expert and its share of the routes.",
     )
     parser.add_argument("address", metavar="ADDRESS", nargs="+", help=ADDRESS)
     add_credentials(parser)
@@ -109,6 +114,8 @@ def run(args: argparse.Namespace) -> int:
                     print(json.dumps({"servers": [asdict(row) for row in rows]}, indent=2))
                 else:
                     print_table(console(), _table(rows))
+                    if not args.metrics:
+                        print(_NO_METRICS, file=sys.stderr)
                 return 0 if any(row.state != "gone" for row in rows) else 1
             _live(before, all_of_them, args.every)
     finally:

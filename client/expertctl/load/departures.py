@@ -22,7 +22,7 @@ class LoadPlan:
     poisson       open loop: exponential gaps instead of equal ones
     schedule      open loop: seconds after the start at which requests leave, ascending, instead of a rate
     requests      most requests to send
-    duration_s    no request leaves later than this
+    duration_s    length of the schedule; of a late generator no request leaves more than a second after it
     warmup        requests sent before, one after the other, and not counted
     seed          of the Poisson process
     """

@@ -13,6 +13,8 @@ bottleneck."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -23,12 +25,12 @@ from typing import Any, TypeVar
 from expertctl.common.percentiles import Durations, Summary
 from expertctl.load.by_server import ByServer, ServerAnswers
 from expertctl.load.departures import LoadPlan, departures
-from expertd.errors import ExpertdError
+from expertd.errors import DeadlineExceededError, ExpertdError
 from expertd_client.cluster import ClusterResult
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 
-__all__ = ["LoadReport", "LoadRun", "Now", "Raw", "Send", "ServerSide", "run_load"]
+__all__ = ["Behind", "FirstFailure", "LoadReport", "LoadRun", "Now", "Raw", "Send", "ServerSide", "run_load"]
 
 _T = TypeVar("_T")
 
@@ -38,6 +40,11 @@ Send = Callable[[Request, int], Awaitable[ForwardResult]]
 _FAILURE_PAUSE_S = 0.01
 """After a failed request a caller of the closed loop waits this long: a server that is gone is not asked at full
 speed."""
+_GRACE_S = 1.0
+"""An open loop that is late goes on for so long after its duration; what is left of its plan then is not sent."""
+_BEHIND, _BEHIND_S = 1.1, 0.05
+"""A generator is behind where its last request left so much later than planned: this many times the planned time, and
+these seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,22 @@ class Raw:
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """Requests a second that an open loop was to send until its last one, and that it sent."""
+
+    offered_per_s: float
+    sent_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """after_s: since the first departure; text: of the error."""
+
+    after_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """What came of a run.
 
@@ -75,6 +98,9 @@ class LoadReport:
     routes_computed   over all answers
     latency           of the answered ones
     lateness          open loop: how long after its time a request left this generator
+    transports        requests by what carried them; {} = not counted
+    behind            open loop: how far the generator fell behind its plan; None = it did not
+    first_failure     when the first request failed, and with what; None = none did
     by_server         of a cluster: what each server answered
     """
 
@@ -89,6 +115,9 @@ class LoadReport:
     backends: dict[str, int]
     raw: Raw = field(default_factory=lambda: Raw((), (), ()), repr=False)
     by_server: Sequence[ServerAnswers] = ()
+    transports: dict[str, int] = field(default_factory=dict)
+    behind: Behind | None = None
+    first_failure: FirstFailure | None = None
 
     @property
     def failed(self) -> int:
@@ -111,8 +140,10 @@ async def run_load(plan: LoadPlan, requests: Iterator[Request], send: Send) -> L
 class LoadRun:
     """One run of a plan, which can be looked at and stopped."""
 
-    def __init__(self, plan: LoadPlan) -> None:
+    def __init__(self, plan: LoadPlan, carried: Counter[str] | None = None) -> None:
+        """carried: where the transport counts requests; emptied after the warmup."""
         self.plan, self.stopped = plan, False
+        self._carried = Counter[str]() if carried is None else carried
         self._tally: _Tally | None = None
         self._task: asyncio.Task[Any] | None = None
         self._flock = _Flock()
@@ -122,7 +153,9 @@ class LoadRun:
         self._task = asyncio.current_task()
         try:
             for n in range(self.plan.warmup):
-                await send(next(requests), n)
+                with contextlib.suppress(DeadlineExceededError):  # of --timeout, which is for what is measured
+                    await send(next(requests), n)
+            self._carried.clear()
             self._tally = tally = _Tally(asyncio.get_running_loop().time)
             async with self._flock:
                 if not self.plan.open:
@@ -134,7 +167,7 @@ class LoadRun:
                 raise
         finally:
             self._task = None
-        return (self._tally or _Tally(asyncio.get_running_loop().time)).report()
+        return (self._tally or _Tally(asyncio.get_running_loop().time)).report(self._carried)
 
     def stop(self) -> None:
         """Ends it now, what is in flight as well; from its loop."""
@@ -166,11 +199,13 @@ def _start_callers(plan: LoadPlan, requests: Iterator[Request], send: Send, tall
 
 
 async def _depart(plan: LoadPlan, requests: Iterator[Request], send: Send, tally: _Tally, flock: _Flock) -> None:
+    end_s = math.inf if plan.duration_s is None else plan.duration_s + _GRACE_S
     for number, at_s in enumerate(departures(plan)):
         await asyncio.sleep(max(0.0, at_s - tally.elapsed_s()))  # 0: the answers get their turn, too
-        if flock.fault is not None:
+        now_s = tally.elapsed_s()
+        if flock.fault is not None or now_s > end_s:
             return
-        tally.lateness.add(tally.elapsed_s() - at_s)
+        tally.departed(at_s, now_s)
         request = next(requests)
         flock.start(tally.measure(send(request, number), at_s, request.tokens))
 
@@ -229,6 +264,8 @@ class _Tally:
         self._clock = clock
         self._start_s = clock()
         self._last_s = 0.0
+        self._planned_s = self._left_s = 0.0
+        self._first_failure: FirstFailure | None = None
         self._latency = Durations()
         self._ends_s, self._failures_s = array("d"), array("d")
         self._seen = 0
@@ -241,6 +278,18 @@ class _Tally:
     def elapsed_s(self) -> float:
         return self._clock() - self._start_s
 
+    def departed(self, planned_s: float, now_s: float) -> None:
+        """Open loop: a request leaves now that was meant to leave at planned_s."""
+        self.lateness.add(now_s - planned_s)
+        self._planned_s, self._left_s = planned_s, now_s
+
+    @property
+    def _behind(self) -> Behind | None:
+        planned_s, left_s, n = self._planned_s, self._left_s, len(self.lateness)
+        if not planned_s or left_s < max(planned_s * _BEHIND, planned_s + _BEHIND_S):
+            return None
+        return Behind((n - 1) / planned_s, (n - 1) / left_s)
+
     async def measure(self, answer: Awaitable[ForwardResult], begin_s: float, tokens: int) -> bool:
         """Waits for the answer to a request that left, or was meant to leave, at begin_s; whether there was one."""
         try:
@@ -249,6 +298,8 @@ class _Tally:
             self._errors[error.reason] += 1
             self._last_s = self.elapsed_s()
             self._failures_s.append(self._last_s)
+            if self._first_failure is None:
+                self._first_failure = FirstFailure(self._last_s, f"{error.reason}: {error.message}")
             return False
         self._last_s = self.elapsed_s()
         self._ends_s.append(self._last_s)
@@ -266,7 +317,7 @@ class _Tally:
         fresh, self._seen = self._latency.summary(self._seen), len(self._latency)
         return Now(self.elapsed_s(), self._seen, len(self._failures_s), in_flight, fresh)
 
-    def report(self) -> LoadReport:
+    def report(self, carried: Counter[str]) -> LoadReport:
         n = len(self._latency)
         return LoadReport(
             wall_s=self._last_s,
@@ -280,4 +331,7 @@ class _Tally:
             backends=dict(self._backends.most_common()),
             raw=Raw(self._ends_s, self._latency.values(), self._failures_s),
             by_server=self._by_server.report(),
+            transports=dict(carried.most_common()),
+            behind=self._behind,
+            first_failure=self._first_failure,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from expertctl.load.series import quantile_curve, slices
-from expertctl.load.show import SERVER_COLUMNS, Outcome, describe_plan, server_rows, time_text, transport_text
+from expertctl.load.show import SERVER_COLUMNS, Outcome, describe_plan, server_rows, settings_text, time_text, warnings
 
 __all__ = ["NO_PLOTLY", "page"]
 
@@ -40,10 +40,11 @@ def page(o: Outcome) -> str:
         + plotly.io.to_html(figure, full_html=False, include_plotlyjs=n == 0, config={"displaylogo": False})
         for n, (title, figure) in enumerate((t, f) for t, f in figures if f.data)
     ]
-    told = {k: transport_text(v) if k == "transport" else v for k, v in o.settings.items()}
+    told = {k: settings_text(o, k) for k in o.settings}
     settings = ", ".join(f"{k.replace('_', ' ')}: {v}" for k, v in told.items() if v not in (None, "", False))
     said = f"<p><b>{escape(o.slo.sentence())}</b></p>" if o.slo is not None else ""
     by_server = f"<h2>Answers by server</h2>{_table(SERVER_COLUMNS, servers)}" if servers else ""
+    said += "".join(f"<p><b>{escape(text)}</b></p>" for text in warnings(o.runs))
     cut = "<p><b>Interrupted: the report has the requests until then.</b></p>" if o.interrupted else ""
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>expertctl load {escape(o.address)}</title>'

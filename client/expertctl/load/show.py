@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,15 +26,18 @@ __all__ = [
     "Outcome",
     "Run",
     "as_json",
+    "carried_text",
     "describe_plan",
     "server_rows",
+    "settings_text",
     "show",
     "time_text",
     "transport_text",
+    "warnings",
 ]
 
 TRANSPORTS = {
-    "inline": "gRPC stream",
+    "inline": "gRPC",
     "unary": "gRPC, one call for each request",
     "shm": "shared memory",
     "tcp": "TCP",
@@ -64,12 +69,14 @@ class Outcome:
 
 
 def as_json(o: Outcome) -> dict[str, Any]:
-    """Durations in microseconds, the server's in nanoseconds.  One run: its report; several: a list of them."""
-    head = {"address": o.address, **o.settings, "interrupted": o.interrupted}
-    runs = [_run_json(run, o.layers) for run in o.runs]
-    if o.slo is not None:
-        return {**head, "slo": _slo_json(o.slo), "runs": runs}
-    return {**head, **runs[0]} if len(runs) == 1 else {**head, "runs": runs}
+    """Durations in microseconds, the server's in nanoseconds: docs/load.md lists the keys."""
+    return {
+        "address": o.address,
+        **o.settings,
+        "interrupted": o.interrupted,
+        "slo": None if o.slo is None else _slo_json(o.slo),
+        "runs": [_run_json(run, o.layers) for run in o.runs],
+    }
 
 
 def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
@@ -82,6 +89,9 @@ def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
         "answered": report.answered,
         "failed": report.failed,
         "errors": report.errors,
+        "first_failure": None if report.first_failure is None else asdict(report.first_failure),
+        "transports": report.transports,
+        "generator_late": None if report.behind is None else asdict(report.behind),
         "requests_per_s": report.requests_per_s,
         "tokens_per_s": report.tokens_per_s,
         "routes_computed": report.routes_computed,
@@ -101,15 +111,26 @@ def _server_json(one: ServerAnswers) -> dict[str, Any]:
 
 def _slo_json(found: Found) -> dict[str, Any]:
     return {
-        "promise": found.slo.text,
+        "slo": found.slo.text,
         "quantile": found.slo.quantile,
         "bound_us": found.slo.bound_s * 1e6,
         "rate": found.rate,
         "late_share": found.share,
         "late_share_at_most": found.at_most,
         "confidence": 0.95,
-        "limited": found.limited,
-        "trials": [{**asdict(t), "keeps": t.keeps(found.slo)} for t in found.trials],
+        "confirmed": found.confirmed,
+        "generator_limited": found.limited,
+        "trials": [
+            {
+                "rate": t.rate,
+                "sent": t.sent,
+                "late": t.late,
+                "quantile_us": t.quantile_s * 1e6 if math.isfinite(t.quantile_s) else None,
+                "generator_late": t.behind,
+                "met": t.keeps(found.slo),
+            }
+            for t in found.trials
+        ],
     }
 
 
@@ -142,6 +163,29 @@ def transport_text(transport: str | Mapping[str, str]) -> str:
     return ", ".join(f"{server}: {transport_text(name)}" for server, name in transport.items())
 
 
+def carried_text(runs: Sequence[Run]) -> str:
+    """ "shared memory 99,762, gRPC 238": requests by transport; "" where there are not several."""
+    counts = _carried(runs)
+    return "" if len(counts) < 2 else ", ".join(f"{transport_text(name)} {n:,}" for name, n in counts.most_common())
+
+
+def _carried(runs: Sequence[Run]) -> Counter[str]:
+    counts = Counter[str]()
+    for run in runs:
+        counts.update(run.report.transports)
+    return counts
+
+
+def settings_text(o: Outcome, key: str) -> Any:
+    """A setting for people; the transport is the one that carried the requests, or their numbers by transport."""
+    if key != "transport":
+        return o.settings[key]
+    counts = _carried(o.runs)
+    if len(counts) == 1:
+        return transport_text(next(iter(counts)))
+    return f"{carried_text(o.runs)} (requests)" if counts else transport_text(o.settings[key])
+
+
 def time_text(seconds: float | None) -> str:
     return "-" if seconds is None else duration(seconds)
 
@@ -152,6 +196,8 @@ def show(out: Console, o: Outcome) -> None:
         _show_run(out, o.runs[0], o)
     elif o.runs and o.slo is None:
         print_table(out, _table_of_runs(o))
+        for text in warnings(o.runs):
+            out.print(text, markup=False, style="bold")
         _show_servers(out, o.runs)
     if o.slo is not None:
         print_table(out, _table_of_trials(o.slo))
@@ -163,8 +209,8 @@ def show(out: Console, o: Outcome) -> None:
 def _title(o: Outcome) -> str:
     plan = o.runs[0].plan
     tokens = f"{counted(plan.tokens, 'token')} per request, " if plan.tokens else ""
-    told = {k: transport_text(v) if k == "transport" else v for k, v in o.settings.items() if k in _TOLD}
-    more = "".join(f", {v}" for v in told.values() if v != "uniform")
+    told = [settings_text(o, k) for k in o.settings if k in _TOLD]
+    more = "".join(f", {v}" for v in told if v != "uniform")
     return f"{tokens}layer{'s' * (len(o.layers) != 1)} {format_ranges(o.layers)}{more}"
 
 
@@ -183,6 +229,7 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
         "answered": f"{r.answered:,} in {r.wall_s:.2f} s: {r.requests_per_s:,.1f} requests/s,"
         f" {r.tokens_per_s:,.1f} tokens/s",
         "failed": f"{r.failed:,}" + "".join(f", {reason} {n:,}" for reason, n in r.errors.items()),
+        **failure_row(r),
         "routes": f"{r.routes_computed:,} computed",
         "last server" if r.by_server else "server": ", ".join(
             f"{name[:-3]} {duration(ns * 1e-9)}" for name, ns in asdict(r.server).items() if name.endswith("_ns")
@@ -194,7 +241,25 @@ def _show_run(out: Console, run: Run, o: Outcome) -> None:
     for name, value in rows.items():
         grid.add_row(name, value)
     out.print(grid, markup=False)
+    for text in warnings([run]):
+        out.print(text, markup=False, style="bold")
     _show_servers(out, [run])
+
+
+def failure_row(r: LoadReport) -> dict[str, str]:
+    """A row of the report, if requests failed."""
+    first = r.first_failure
+    return {} if first is None else {"first failure": f"after {first.after_s:.2f} s: {first.text}"}
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """A line for each run whose load was not sent as planned."""
+    return [
+        f"generator late: offered {run.report.behind.offered_per_s:,.0f} requests/s, sent"
+        f" {run.report.behind.sent_per_s:,.0f}; the latency has its delay"
+        for run in runs
+        if run.report.behind is not None
+    ]
 
 
 def _show_servers(out: Console, runs: Sequence[Run]) -> None:

@@ -1,17 +1,18 @@
 """The largest rate that keeps an SLO: "p99<20ms".
 
-A trial sends at one rate in an open loop and counts the requests that took longer than the bound or failed.  Rates are
+A trial sends at one rate in an open loop and counts the requests that took longer than the bound or failed.  The search
+begins at the rate of a closed loop and doubles it while it passes, or halves it until one passes.  Rates are
 halved towards each other on a logarithmic scale; then the largest rate that passed is tried again, several times, and
 the SLO counts as kept where the upper end of the 95 % interval (Wilson's, one-sided) of the share of late ones lies
-below what it allows.  Where it does not, the rate goes down by a step and is tried again.  The interval takes requests
-as independent; how much the repeats differ is told beside it."""
+below what it allows.  Where it does not, the rate goes down by a step and is tried again, at last to the rates that
+passed once.  The interval takes requests as independent; how much the repeats differ is told beside it."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["Found", "Slo", "Trial", "parse_slo", "search", "upper_share"]
@@ -25,6 +26,8 @@ _MOST_STEPS = 8
 _LOWEST = 16
 """Below this share of the peak no rate is tried: requests hardly wait for each other there, so a lower rate would not
 be answered sooner, and its trial would take minutes."""
+_HIGHEST = 16
+"""Beyond so many times the peak no rate is tried."""
 _LEAST_LATE = 5
 """A trial is to expect so many late requests where it just keeps the SLO."""
 
@@ -64,9 +67,9 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """rate: None where even the smallest one breaks the SLO; share, at_most: of late requests in `repeats`, and
-    the upper end of the interval; trials: all, in order; limited: by the generator or the highest rate, not by the
-    server"""
+    """rate: None where no trial met the SLO; share, at_most: of late requests in `repeats`, and the upper end of the
+    interval; repeats: at `rate`; trials: all, in order; limited: by the generator or the highest rate, not by the
+    server; confirmed: the repetitions met the SLO, too, else `repeats` is the one trial that did"""
 
     slo: Slo
     rate: float | None
@@ -75,6 +78,7 @@ class Found:
     repeats: list[Trial] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     limited: bool = False
+    confirmed: bool = True
 
     def sentence(self) -> str:
         if self.rate is None:
@@ -85,15 +89,24 @@ class Found:
                     f" {last.rate:,.1f} requests/s; give it a CPU core of its own, or allow a longer latency"
                 )
             return f"no rate meets {self.slo.text}: it was not met at {last.rate:,.1f} requests/s"
+        late = f"{self.share:.2%} of {sum(t.sent for t in self.repeats):,} requests were late"
+        if not self.confirmed:
+            return (
+                f"{self.slo.text} was met at {self.rate:,.1f} requests/s in one trial, and no rate met it in all"
+                f" repetitions: {late}; the machine is not steady, repeat the search with a longer --duration"
+            )
         spread = [t.quantile_s * 1e3 for t in self.repeats]
+        limit = "the load generator is the limit" if any(t.behind for t in self.trials) else "no more was tried"
         text = (
-            f"{self.slo.text} is met up to {self.rate:,.1f} requests/s: {self.share:.2%} of"
-            f" {sum(t.sent for t in self.repeats):,} requests were late (with 95 % confidence at most"
-            f" {self.at_most:.2%};"
-            f" {self.slo.allowed:.2%} are allowed); {len(spread)} repetitions: {min(spread):.3g} to"
+            f"{self.slo.text} is met {'at' if self.limited else 'up to'} {self.rate:,.1f} requests/s"
+            f"{f' at least, and {limit}' if self.limited else ''}: {late},"
+            f" {self.slo.allowed:.2%} are allowed; {len(spread)} repetitions: {min(spread):.3g} to"
             f" {max(spread):.3g} ms"
         )
-        return text + ("; the load generator could not send more" if self.limited else "")
+        return (
+            f"{text}; sampling error: at most {self.at_most:.2%} late with 95 % confidence, if requests are"
+            " independent; other runs may differ by more"
+        )
 
 
 def parse_slo(text: str) -> Slo:
@@ -123,34 +136,59 @@ def _may_keep(slo: Slo, trials: list[Trial], repeats: int) -> bool:
 
 
 async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Trial]], repeats: int = 3) -> Found:
-    """peak: the highest rate that is tried, what the server answered in a closed loop.  measure: a trial at a rate."""
+    """peak: where the search begins, what the server answered in a closed loop.  measure: a trial at a rate."""
     trials: list[Trial] = []
 
     async def keeps(rate: float) -> bool:
         trials.append(await measure(rate))
         return trials[-1].keeps(slo)
 
-    low, high = 0.0, peak
+    low, high = await _bracket(peak, keeps)
+    while low and _CLOSE < high / low < math.inf:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if await keeps(middle) else (low, middle)
+    for rate in _candidates(low, [t.rate for t in trials if t.keeps(slo)]):
+        again: list[Trial] = []
+        while len(again) < repeats and _may_keep(slo, again, repeats):
+            again.append(await measure(rate))
+        trials += again
+        late, sent = sum(t.late for t in again), sum(t.sent for t in again)
+        if len(again) == repeats and upper_share(late, sent) <= slo.allowed and not again[-1].behind:
+            limited = high == math.inf or any(t.behind for t in trials if t.rate <= rate * 1.1)
+            return Found(slo, rate, late / sent, upper_share(late, sent), again, trials, limited)
+    if passed := [t for t in trials if t.keeps(slo)]:
+        best = min(passed, key=lambda t: t.rate)
+        share = best.late / best.sent
+        return Found(slo, best.rate, share, upper_share(best.late, best.sent), [best], trials, confirmed=False)
+    return Found(slo, None, 1.0, 1.0, [], trials)
+
+
+async def _bracket(peak: float, keeps: Callable[[float], Awaitable[bool]]) -> tuple[float, float]:
+    """A rate that keeps the SLO, 0 = none, and one that does not, infinite = none: from the peak, upwards or downwards
+    by factors of two."""
+    low, high, rate = 0.0, math.inf, peak
     if await keeps(peak):
         low = peak
-    rate = peak
+        while high == math.inf and low < peak * _HIGHEST:
+            rate = low * 2
+            if await keeps(rate):
+                low = rate
+            else:
+                high = rate
+        return low, high
+    high = peak
     while not low and rate > peak / _LOWEST:
         rate /= 2
         if await keeps(rate):
             low = rate
         else:
             high = rate
-    while low and high / low > _CLOSE:
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if await keeps(middle) else (low, middle)
-    for _ in range(_MOST_STEPS if low else 0):
-        again: list[Trial] = []
-        while len(again) < repeats and _may_keep(slo, again, repeats):
-            again.append(await measure(low))
-        trials += again
-        late, sent = sum(t.late for t in again), sum(t.sent for t in again)
-        if len(again) == repeats and upper_share(late, sent) <= slo.allowed and not again[-1].behind:
-            limited = low >= peak or any(t.behind for t in trials if t.rate <= low * 1.1)
-            return Found(slo, low, late / sent, upper_share(late, sent), again, trials, limited)
-        low *= _STEP
-    return Found(slo, None, 1.0, 1.0, [], trials)
+    return low, high
+
+
+def _candidates(low: float, passed: Iterable[float]) -> list[float]:
+    """Rates to repeat, falling: steps below `low`, then those below that passed once."""
+    if not low:
+        return []
+    steps = [low * _STEP**n for n in range(_MOST_STEPS)]
+    return steps + sorted({rate for rate in passed if rate < steps[-1]}, reverse=True)

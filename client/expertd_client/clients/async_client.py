@@ -97,8 +97,11 @@ class AsyncExpertClient(AsyncForwarder):
         """What the server holds, accepts and chose.  wait_for_ready: keep trying to connect until the time is over."""
         answer: _Reply[pb.DescribeResponse] = _Reply()
         request = pb.DescribeRequest(include_decisions=include_decisions)
-        self._open()[0].unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
-        return await answer.future
+        transport, exchange = self._open()
+        transport.unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
+        described = await answer.future
+        exchange.most_tokens = described.limits.max_tokens
+        return described
 
     async def session(self, *, timeout_s: float = 10.0) -> Session:
         """How messages travel: the transport that this client and the server agreed on, and why not another one.

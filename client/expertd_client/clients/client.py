@@ -159,7 +159,9 @@ class ExpertClient(Forwarder):
         answer: _Reply[pb.DescribeResponse] = _Reply()
         request = pb.DescribeRequest(include_decisions=include_decisions)
         self._transport.unary("Describe", request, pb.DescribeResponse, timeout_s, wait_for_ready, answer)
-        return answer.result()
+        described = answer.result()
+        self._exchange.most_tokens = described.limits.max_tokens
+        return described
 
     def session(self, *, timeout_s: float = 10.0) -> Session:
         """How messages travel: the transport that this client and the server agreed on, and why not another one.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from expertd.errors import RequestCancelledError, UnavailableError
+from expertd.errors import RequestCancelledError, TooManyTokensError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.exchange.link import Link
 from expertd_client.exchange.session import INLINE, Session
@@ -36,12 +36,15 @@ class Exchange:
 
     reconnects   whether a request connects where there is no connection; else session() alone does
     broke        called when the connection ends
+    most_tokens  of a request, as this server's Describe said since the connection was made; 0 = not known.  More are
+                 refused before they are sent: gRPC refuses the message only when it has all arrived
     """
 
     def __init__(
         self, transport: Transport, alarm: Callable[[Callable[[], None]], Alarm], reconnects: bool = True
     ) -> None:
         self.broke: Callable[[], None] = lambda: None
+        self.most_tokens = 0
         self._reconnects = reconnects
         self._load: pb.Load | Callable[[], pb.Load] | None = None
         self._transport = transport
@@ -54,6 +57,8 @@ class Exchange:
     def submit(self, request: Request, deadline: Deadline | None, waiter: Waiter[ForwardResult]) -> int:
         """Sends `request` and returns its id; `waiter` gets its answer, or DeadlineExceededError in time."""
         link = self._open(self._reconnects)
+        if self.most_tokens and request.tokens > self.most_tokens:
+            raise self._too_many(request)
         request_id = next(self._ids)
         link.forward(request_id, request, deadline, waiter)
         if deadline is not None:
@@ -66,6 +71,8 @@ class Exchange:
         """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no connection
         that can do so now."""
         connection = self._open().blocking_for(request)
+        if self.most_tokens and request.tokens > self.most_tokens:
+            raise self._too_many(request)
         if connection is None:
             return None
         try:
@@ -164,8 +171,18 @@ class Exchange:
             if link is None or not link.alive:
                 if not connects:
                     raise UnavailableError(f"{self._transport.target}: the connection broke; it is being made again")
-                link = self._link = Link(self._transport, self._on_load, lambda: self.broke())
+                link = self._link = Link(self._transport, self._on_load, self._on_broken)
             return link
+
+    def _on_broken(self) -> None:
+        self.most_tokens = 0  # the next connection may lead to another server
+        self.broke()
+
+    def _too_many(self, request: Request) -> TooManyTokensError:
+        return TooManyTokensError(
+            f"{self._transport.target}: hidden_states: got {request.tokens} tokens, want at most {self.most_tokens};"
+            " split the batch"
+        )
 
     def _on_load(self, load: pb.Load | Callable[[], pb.Load]) -> None:
         self._load = load

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, dataclass
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 import numpy as np
@@ -56,6 +57,14 @@ class RequestOptions(TypedDict, total=False):
     digest: bool
     traceparent: str
     weights_version: int
+
+
+def _unknown(name: str) -> str:
+    """What to say of an argument that does not exist; forward() and submit() hand theirs on."""
+    known = ["timeout_s", *RequestOptions.__annotations__]
+    near = get_close_matches(name, known, 1)
+    want = near[0] if near else f"one of {', '.join(known)}"
+    return f"forward(), submit() and Request: got the argument {name!r}, which they do not have; want {want}"
 
 
 class _Fields:
@@ -111,6 +120,8 @@ class Request(_Fields):
     plain           whether all three tensors are numpy arrays of few bytes and M > 0: they are copied, without a look
                     at where they lie
 
+    unknown         none exists: TypeError, with the name of the argument that was meant
+
     Raises BadDtypeError, BadShapeError, UnsupportedCombinationError for tensors that require gradients (but under
     torch.no_grad() or inference_mode()) and, for a layer that is no number, LayerNotHeldError: what can be seen without
     the server.
@@ -131,7 +142,10 @@ class Request(_Fields):
         digest: bool = False,
         traceparent: str = "",
         weights_version: int = 0,
+        **unknown: object,
     ) -> Request:
+        if unknown:
+            raise TypeError(_unknown(next(iter(unknown))))
         if not (
             (type(layer) is int or hasattr(layer, "__index__")) and 0 <= layer < _LAYERS
         ):  # None would travel as layer 0

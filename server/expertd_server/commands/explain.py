@@ -32,9 +32,8 @@ def add_parser(subparsers: Any) -> None:
         help="show which backend would serve each layer, and why not the others",
         description="Shows for each layer which backend expertd serve would use, the reasons against every other"
         " one, and"
-        " the memory that the server would need.  Reads headers, no weights.  With --oracle measure, on a device of"
-        " this"
-        " machine, it also benchmarks the eligible backends, unless --cache has the results.",
+        " the memory that the server would need.  Reads headers, no weights, but for --oracle measure: on a device of"
+        " this machine it reads them and benchmarks the eligible backends, unless --cache has the results.",
     )
     add_flags(parser, _OPTIONS)
     parser.add_argument(

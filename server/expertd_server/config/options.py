@@ -136,9 +136,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "deterministic",
                 choice("no", "runs", "batches"),
                 "HOW",
-                "runs: use only backends that give the same bits in every run; batches: in addition, the bits of a"
-                " token"
-                " do not depend on its batch",
+                "no: any backend; runs: use only backends that give the same bits in every run; batches: in addition,"
+                " the bits of a token do not depend on its batch",
             ),
             Option(
                 "nonfinite",
@@ -217,14 +216,15 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "shm",
                 choice("auto", "on", "off"),
                 "HOW",
-                "shared memory for clients of the same user on this host. auto: where --listen is loopback",
+                "auto, on or off: shared memory for clients of the same user on this host. auto: where --listen is"
+                " loopback",
             ),
             Option(
                 "tcp",
                 choice("auto", "on", "off"),
                 "HOW",
-                "TCP transport beside gRPC for clients of other hosts, with TLS if gRPC has it. auto: with"
-                " --tcp-listen;"
+                "auto, on or off: TCP transport beside gRPC for clients of other hosts, with TLS if gRPC has it. auto:"
+                " with --tcp-listen;"
                 " on: without it, too, at a free port of --listen's host",
             ),
             Option(
@@ -242,8 +242,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
                 "channelz",
                 choice("auto", "on", "off"),
                 "HOW",
-                "gRPC's statistics of its own connections (grpc.channelz.v1.Channelz), for clients with the right"
-                " describe. auto: where --listen is loopback and grpcio-channelz is installed",
+                "auto, on or off: gRPC's statistics of its own connections (grpc.channelz.v1.Channelz), for clients"
+                " with the right describe. auto: where --listen is loopback and grpcio-channelz is installed",
             ),
         ),
     ),

@@ -19,6 +19,7 @@ from expertd.errors import (
     MessageTooLargeError,
     QueueFullError,
     RequestCancelledError,
+    TooManyTokensError,
     UnavailableError,
     UnimplementedError,
 )
@@ -41,6 +42,20 @@ def test_each_gets_his_own_answer_in_any_order():
         way.deliver(answer(ids[n], routes_computed=n, load=pb.Load(queued_tokens=n)))
     assert [w.what.routes_computed for w in waiters] == [0, 1, 2]
     assert (ex.in_flight, ex.load.queued_tokens, alarm.sets) == (0, 1, 0)
+
+
+def test_more_tokens_than_the_server_takes_are_refused_before_they_are_sent():
+    ex, hand, _ = exchange()
+    ex.submit(request(), None, Waiter())
+    ex.most_tokens = 2
+    for send in (lambda: ex.submit(request(), None, Waiter()), lambda: ex.call(request(), None)):
+        with pytest.raises(TooManyTokensError, match="hidden_states: got 3 tokens, want at most 2; split the batch"):
+            send()
+    (way,) = hand.ways
+    assert len(way.sent) == 1
+    way.breaks(UnavailableError("gone"))
+    ex.submit(request(), None, Waiter())
+    assert len(hand.ways[1].sent) == 1, "the next server may take more"
 
 
 def test_an_answer_becomes_a_result():

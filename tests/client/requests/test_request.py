@@ -23,6 +23,18 @@ def request(x=X, ids=IDS, weights=WEIGHTS, layer=4, **options):
     return Request(layer, x, ids, weights, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("timeout", "want timeout_s"), ("version", "want weights_version"), ("colour", "want one of timeout_s, ")],
+)
+def test_an_argument_that_does_not_exist_is_answered_with_the_one_that_does(name, want):
+    with pytest.raises(TypeError) as found:
+        request(**{name: 1})
+    said = str(found.value)
+    assert said.startswith(f"forward(), submit() and Request: got the argument {name!r}, which they do not have; ")
+    assert want in said
+
+
 def numbered(tokens=6, top_k=3, of=np.asarray):
     """Every element its own: row n of hidden states is n, n, ...; ids and weights count on."""
     x = np.repeat(np.arange(tokens, dtype=np.float32), 4).reshape(tokens, 4)

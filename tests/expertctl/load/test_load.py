@@ -7,6 +7,7 @@ import math
 import re
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from expertctl.common.workload import LayerShape, routes
 from expertctl.load import page as page_module
 from expertctl.load.by_server import ByServer, of_all
 from expertctl.load.departures import LoadPlan, departures
-from expertctl.load.generator import LoadReport, Now, Raw, ServerSide
+from expertctl.load.generator import Behind, FirstFailure, LoadReport, Now, Raw, ServerSide
 from expertctl.load.live import line
 from expertctl.load.page import page
 from expertctl.load.routing import parse_routing
@@ -144,11 +145,50 @@ async def test_the_search_finds_the_rate_of_a_line():
     assert re.search(r"p99 < 20 ms is met up to 7\d\d\.\d requests/s: .*95 % confidence", found[0].sentence())
 
 
-async def test_where_the_peak_itself_keeps_it_that_is_said():
-    slo = parse_slo("p50<1s")
-    found = await search(slo, 500.0, Server(1000.0, slo))
-    assert (found.rate, found.limited) == (500.0, True)
-    assert "the load generator could not send more" in found.sentence()
+async def test_the_search_goes_beyond_the_rate_of_the_closed_loop():
+    """A machine that was slow for the seconds of the closed loop says nothing of the rate that it can take."""
+    slo = parse_slo("p99<20ms")
+    true = 1000 - math.log(100) / 0.02
+    found = await search(slo, 100.0, Server(1000.0, slo))
+    assert 0.88 * true < found.rate <= 1.03 * true
+    assert not found.limited
+
+
+async def test_a_server_that_keeps_any_rate_ends_the_search():
+    asked = []
+
+    async def always(rate):
+        asked.append(rate)
+        return Trial(rate, 1000, 0, 0.001)
+
+    found = await search(parse_slo("p99<20ms"), 100.0, always)
+    assert asked == [100.0, 200.0, 400.0, 800.0, 1600.0, 1600.0, 1600.0, 1600.0]
+    assert (found.rate, found.limited) == (1600.0, True)
+    assert "is met at 1,600.0 requests/s at least, and no more was tried" in found.sentence()
+
+
+async def test_a_rate_that_passed_once_is_repeated_when_those_above_it_fail():
+    """The interval between the passed rate and a failed one is bisected, whose trials pass by luck; then they fail."""
+    seen = Counter()
+
+    async def measure(rate):
+        seen[rate] += 1
+        return Trial(rate, 1000, 0 if rate <= 100 or (rate < 390 and seen[rate] == 1) else 500, 0.001)
+
+    found = await search(parse_slo("p99<20ms"), 100.0, measure)
+    assert (found.rate, found.confirmed) == (100.0, True)
+    assert "p99 < 20 ms is met up to 100.0 requests/s" in found.sentence()
+
+
+async def test_where_a_trial_passed_it_is_never_said_that_no_rate_does():
+    passes = iter([True])
+
+    async def once(rate):
+        return Trial(rate, 1000, 0 if next(passes, False) else 500, 0.001)
+
+    found = await search(parse_slo("p99<20ms"), 100.0, once)
+    assert (found.rate, found.confirmed) == (100.0, False)
+    assert "p99 < 20 ms was met at 100.0 requests/s in one trial, and no rate met it in all" in found.sentence()
 
 
 async def test_where_no_rate_keeps_it():
@@ -165,6 +205,7 @@ async def test_what_the_generator_could_not_offer_is_no_answer():
     found = await search(parse_slo("p99<20ms"), 1000.0, behind)
     assert 90 < found.rate <= 100
     assert found.limited
+    assert re.search(r"is met at \d+\.\d requests/s at least, and the load generator is the limit", found.sentence())
 
 
 async def test_a_busy_generator_ends_the_search_soon():
@@ -188,11 +229,14 @@ async def test_a_rate_that_cannot_keep_the_slo_any_more_is_not_repeated():
 
     async def measure(rate):
         asked.append(rate)
-        return Trial(rate, 1000, 0 if len(asked) < 3 else 31, 0.001)
+        return Trial(rate, 1000, 0 if len(asked) in (2, 3) else 31, 0.001)
 
-    found = await search(parse_slo("p99<20ms"), 100.0, measure)
-    assert found.rate is None
-    assert asked == pytest.approx([100.0, 100.0, 100.0, *(100.0 * 0.95**n for n in range(1, 8))])
+    found = await search(parse_slo("p99<20ms"), 200.0, measure)
+    assert not found.confirmed
+    assert asked[:2] == [200.0, 100.0]
+    repeated = asked[asked.index(max(asked[2:])) + 1 :]
+    assert len(repeated) > 8
+    assert max(Counter(asked).values()) <= 2, "a rate that failed once in its repetitions is not repeated"
 
 
 def test_wilsons_bound():
@@ -294,7 +338,7 @@ def test_what_each_server_of_a_cluster_answered():
     assert "a cluster of 3 servers, TCP" in " ".join(text.split())
     assert re.search(r"^a:1 +│ triton, cpu │ +2 │ +8 │ +1 │ 20.0 ms │ 30.0 ms", text, re.M), text
     assert re.search(r"^gone:1 │ +none │ +0 │ +0 │ +0 │", text, re.M), text
-    told = as_json(Outcome("a:1 gone:1 b:1", [0], {}, [run]))["by_server"]
+    told = as_json(Outcome("a:1 gone:1 b:1", [0], {}, [run]))["runs"][0]["by_server"]
     assert [(one["server"], one["parts"], one["latency_us"]["max"]) for one in told] == [
         ("a:1", 2, 30_000), ("gone:1", 0, 0), ("b:1", 1, 10_000)]  # fmt: skip
 
@@ -315,7 +359,7 @@ def test_stages_are_bars_by_load_and_no_figure_has_two_scales():
 
 def test_a_transport_is_named_once_or_by_server():
     assert transport_text("shm") == "shared memory"
-    assert transport_text({"a": "inline", "b": "inline"}) == "gRPC stream"
+    assert transport_text({"a": "inline", "b": "inline"}) == "gRPC"
     assert transport_text({"a": "shm", "b": "tcp"}) == "a: shared memory, b: TCP"
 
 
@@ -324,7 +368,7 @@ def test_p999_is_said_from_enough_answers_on(count, known):
     run = Run(LoadPlan(1, concurrency=2, requests=count), report([0.01] * count))
     outcome = Outcome("host", [0], {"transport": "shm"}, [run])
     found = as_json(outcome)
-    assert (found["latency_us"]["p999"], found["transport"]) == (10_000.0 if known else None, "shm")
+    assert (found["runs"][0]["latency_us"]["p999"], found["transport"]) == (10_000.0 if known else None, "shm")
     out = Console(width=120, no_color=True, file=io.StringIO())
     show(out, outcome)
     (latency,) = (line for line in out.file.getvalue().splitlines() if line.startswith("latency"))
@@ -332,14 +376,51 @@ def test_p999_is_said_from_enough_answers_on(count, known):
     assert ("<td>-</td>" in page(outcome)) is not known
 
 
-def test_json_of_one_run_and_of_several():
+def test_json_of_one_run_has_the_shape_of_several():
     run = Run(LoadPlan(1, concurrency=2, requests=9), report([0.01] * 9, [0.05]))
     one = as_json(Outcome("host", [0], {"routing": "uniform"}, [run]))
-    assert (one["answered"], one["failed"], one["interrupted"], one["routing"]) == (9, 1, False, "uniform")
-    assert one["series"][0]["failed"] == 1
-    assert one["hdr"].startswith("HIST")
+    assert (one["interrupted"], one["routing"], one["slo"]) == (False, "uniform", None)
+    (found,) = one["runs"]
+    assert (found["answered"], found["failed"]) == (9, 1)
+    assert found["series"][0]["failed"] == 1
+    assert found["hdr"].startswith("HIST")
     several = as_json(Outcome("host", [0], {}, [run, run]))
     assert [r["answered"] for r in several["runs"]] == [9, 9]
+
+
+def shown(outcome):
+    out = Console(width=200, no_color=True, file=io.StringIO())
+    show(out, outcome)
+    return out.file.getvalue()
+
+
+def test_requests_are_counted_by_what_carried_them():
+    carried = {"shm": 99_762, "inline": 238}
+    run = Run(LoadPlan(1, concurrency=2, requests=9), replace(report([0.01] * 9), transports=carried))
+    outcome = Outcome("host", [0], {"transport": "shm"}, [run])
+    assert "layer 0, shared memory 99,762, gRPC 238 (requests)" in shown(outcome)
+    assert as_json(outcome)["runs"][0]["transports"] == carried
+    assert "transport: shared memory 99,762, gRPC 238 (requests)" in page(outcome)
+    all_over_grpc = Run(run.plan, replace(run.report, transports={"inline": 9}))
+    said = shown(Outcome("host", [0], {"transport": "shm"}, [all_over_grpc]))
+    assert "layer 0, gRPC" in said
+    assert "shared memory" not in said
+
+
+def test_a_generator_that_could_not_send_its_load_is_named():
+    late = replace(report([0.01] * 9), behind=Behind(30_000.0, 2_433.0))
+    outcome = Outcome("host", [0], {}, [Run(LoadPlan(1, rate=30_000.0, duration_s=4.0), late)])
+    want = "generator late: offered 30,000 requests/s, sent 2,433"
+    assert want in shown(outcome)
+    assert want in page(outcome)
+    assert as_json(outcome)["runs"][0]["generator_late"] == {"offered_per_s": 30_000.0, "sent_per_s": 2_433.0}
+
+
+def test_the_first_failure_is_shown():
+    failed = replace(report([0.01] * 9, [2.5]), first_failure=FirstFailure(2.5, "UNAVAILABLE: host: the server ended"))
+    outcome = Outcome("host", [0], {}, [Run(LoadPlan(1, rate=3.0, duration_s=4.0), failed)])
+    assert "after 2.50 s: UNAVAILABLE: host: the server ended" in shown(outcome)
+    assert as_json(outcome)["runs"][0]["first_failure"]["after_s"] == 2.5
 
 
 def test_what_is_left_in_a_loop_is_cancelled_before_it_ends():

@@ -21,16 +21,22 @@ from expertd.common.tables import console, print_table
 __all__ = ["add_arguments", "run_command"]
 
 
+_TRANSPORTS = {name: text if name in ("shm", "tcp") else f"gRPC, {text}" for name, text in WAYS.items()}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = OverloadPlan()
     parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: one that it starts)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
+        "--transport",
         "--way",
+        dest="way",
         type=_ways,
         default=plan.ways,
-        metavar="W,W",
-        help=f"transports, of {', '.join(WAYS)} (default: all but unary)",
+        metavar="T,T",
+        help=f"transports: {'; '.join(f'{name}: {text}' for name, text in _TRANSPORTS.items())} (default: all but"
+        " unary)",
     )
     parser.add_argument(
         "--load", type=_numbers, default=plan.loads, metavar="X,X", help="multiples of the peak rate (default: 2,10)"

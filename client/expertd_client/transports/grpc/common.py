@@ -101,6 +101,8 @@ def call_failed(error: grpc.RpcError, target: str, wanted: Wanted = _GRPC) -> Ex
     if isinstance(row, UnavailableError) and not _has_reason(error) and (m := _UNREACHABLE.match(said)):
         cause = m[1] or m[2]
         said = f"got {cause}, want an expertd server that listens there{_TLS * (cause == 'Socket closed')}"
+        if _RESET in said:
+            said += ": its address is that of --listen, not that of the TCP transport (--tcp-listen)"
     if isinstance(row, UnimplementedError) and said == "Method not found!":
         said = f"got a gRPC server without {wanted.service}, want an expertd server: {wanted.address}"
     if isinstance(row, UnavailableError) and _HTTP.search(said):
@@ -129,6 +131,8 @@ _TLS = (
 """Neither side is told more: in TLS 1.3 a client has finished before the server looks at its certificate."""
 
 
+_RESET = "Connection reset by peer"
+"""What the TCP transport's address does with gRPC."""
 _HTTP = re.compile("Failed parsing HTTP/2")
 """What grpcio (1.85) says of an answer in HTTP/1."""
 

@@ -169,7 +169,7 @@ def asked(monkeypatch):
 
 
 def test_json(asked, capsys):
-    words = ["--way", "shm,unary", "--load", "3", "--callers", "2", "--server", "--threads 1", "--json"]
+    words = ["--transport", "shm,unary", "--load", "3", "--callers", "2", "--server", "--threads 1", "--json"]
     assert main(["bench", "overload", "[::1]:5", *words]) == 0
     plan = asked[0]
     assert (plan.address, plan.ways, plan.loads, plan.callers) == ("[::1]:5", ("shm", "unary"), (3.0,), 2)
