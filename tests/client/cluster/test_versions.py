@@ -213,7 +213,7 @@ def test_a_caller_may_ask_for_a_version():
 def test_a_version_that_one_half_lacks_is_waited_for_as_long_as_a_call_has():
     servers = {"a": Versioned(LOW, [2, 1]), "b": Versioned(HIGH, [2])}
     with cluster_of(servers) as cluster:
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(WeightsVersionNotHeldError, match=r"version 1 of the weights \(a: 2 and 1; b: 2\)"):
             cluster.forward(0, X, IDS, W, weights_version=1, timeout_s=0.3)
         servers["b"].versions = [2, 1]
         check(cluster.forward(0, X, IDS, W, weights_version=1), 1)
