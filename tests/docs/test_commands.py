@@ -54,6 +54,7 @@ NOT_HERE = (
     Rule(r"kill -USR1", "needs the number of a process; tests/faults/test_server_sigterm.py sends the signal"),
     Rule(r"python -m flashinfer", "needs FlashInfer, which fetches what a GPU needs"),
     Rule(r"python -m (expertd.cxx|expertd_kernels.native.csrc.build)", "compiles for a minute, as make setup does"),
+    Rule(r"python -m expertd_server.engine.refusal_texts", "writes a source file; tests/server/engine compares it"),
     Rule(r"python (-m expertd_kernels.bench|kernels/bench/)", "measures for minutes; tests/kernels/bench"),
     Rule(
         r"python tests/load/|python tests/faults/mutate.py", "attacks or measures for minutes; tests/load, tests/faults"

@@ -274,3 +274,4 @@ def _row(row: RefusalText) -> str:
 
 if __name__ == "__main__":
     HEADER.write_text(header())
+    print(HEADER)
