@@ -246,6 +246,28 @@ def test_the_mixed_example_has_its_devices_and_scales():
     assert [list(peer) for rule in policy["ingress"] for peer in rule["from"]] == [["namespaceSelector"]] * 2
 
 
+def test_a_pod_of_a_group_of_gpus_serves_on_no_other_device(tmp_path, monkeypatch):
+    """With `auto` it would serve on the CPU where no GPU is visible."""
+
+    def device(everywhere=None, **own):
+        rendered = objects({"serve": everywhere or {}, "groups": {"cpu": None, "a": {**group(0, 1, 1), **own}}})
+        (s,) = sets(rendered).values()
+        return expertd_of(s, rendered, "x-0", tmp_path, monkeypatch).device
+
+    assert [device(kind=kind) for kind in ("cpu", "cuda", "rocm", "xpu")] == ["auto", "cuda", "rocm", "xpu"]
+    assert device(kind="cuda", serve={"device": "cuda:1"}) == "cuda:1"
+    assert device({"device": "cuda:0,cpu"}, kind="cuda") == "cuda:0,cpu"
+
+
+def test_a_group_has_a_runtime_class_where_it_names_one():
+    groups = {"cpu": None, "a": group(0, 1, 2), "b": group(1, 1, 2, runtimeClassName="nvidia")}
+    pods = {name: s["spec"]["template"]["spec"] for name, s in sets(objects({"groups": groups})).items()}
+    assert {name: pod.get("runtimeClassName") for name, pod in pods.items()} == {
+        "demo-expertd-a-s0": None,
+        "demo-expertd-b-s1": "nvidia",
+    }
+
+
 def test_files_of_secrets_are_where_the_server_looks(tmp_path, monkeypatch):
     rendered = objects(values("tls"))
     s, *_ = sets(rendered).values()
@@ -287,6 +309,15 @@ def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, mo
     assert ports_for(policy, admin) == {"grpc", "admin", "metrics"}, "`expertctl plan` reads metrics"
 
 
+def test_without_a_network_policy_nobody_has_to_be_named_in_it():
+    """Who may reach AdminService is then said elsewhere; its callers still need TLS and the right admin."""
+    wanted = values("moving")
+    wanted["networkPolicy"] = {"enabled": False}
+    assert not [kind for kind, _ in objects(wanted) if kind == "NetworkPolicy"]
+    wanted["networkPolicy"] = {"enabled": True}
+    assert "networkPolicy.admins: got nobody" in helm(wanted)["error"]
+
+
 def test_nothing_of_it_is_there_unless_asked_for(tmp_path, monkeypatch):
     rendered = objects({})
     s, *_ = sets(rendered).values()
@@ -309,11 +340,20 @@ def test_clients_that_follow_endpointslices_may_and_may_nothing_else():
     assert "grpc" in {p["name"] for p in service["spec"]["ports"]}, "the port that EndpointSlices(port=) names"
 
 
+INVENTORY = "--servers=/inventory/servers.json"
+
+
 @pytest.mark.parametrize(
-    ("name", "commands"),
-    [("apply", [("plan", True), ("apply", False)]), ("update", [("update", True), ("versions", True)])],
+    ("name", "commands", "more", "wanted"),
+    [
+        ("apply", [("plan", True), ("apply", False)], {}, ["--copies 2"]),  # or the last replica but one may go
+        ("apply", [("plan", True), ("apply", False)], {"COPIES": "3"}, ["--copies 3"]),
+        ("apply", [("plan", True), ("apply", False)], {"INVENTORY": INVENTORY}, [INVENTORY]),
+        ("update", [("update", True), ("versions", True)], {}, []),
+        ("update", [("update", True), ("versions", True)], {"MORE": "--version 7"}, ["--version 7"]),
+    ],
 )
-def test_the_jobs_of_admins(name, commands, monkeypatch, tmp_path):
+def test_the_jobs_of_admins(name, commands, more, wanted, monkeypatch, tmp_path):
     """Their scripts, run by a shell with a program `expertctl` that says what it was given, read by the parser."""
     import kubernetes_validate
     import yaml
@@ -332,7 +372,9 @@ def test_the_jobs_of_admins(name, commands, monkeypatch, tmp_path):
     fake.write_text('#!/bin/sh\necho expertctl "$@"\n')
     fake.chmod(0o755)
     for dry in ("--dry-run", ""):
-        env = {e["name"]: e["value"] for e in c["env"]} | {"DRY_RUN": dry, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        env = {e["name"]: e["value"] for e in c["env"]} | more
+        assert env.keys() == {e["name"] for e in c["env"]}, "variables that the file has"
+        env |= {"DRY_RUN": dry, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
         told = subprocess.run(
             [*c["command"], *c["args"]], env=env, capture_output=True, text=True, check=True, timeout=10
         )
@@ -344,8 +386,11 @@ def test_the_jobs_of_admins(name, commands, monkeypatch, tmp_path):
             assert {"--ca=/tls/ca.crt", "--token-file=/admin/token"} <= set(words)
             read(words, monkeypatch)
         assert ("--dry-run" in told.stdout) == bool(dry)
+        for words in wanted:
+            assert f" {words}" in told.stdout.splitlines()[0]
     mounted = {m["mountPath"] for m in c["volumeMounts"]}
-    assert {"/tls", "/admin", "/tmp"} == mounted
+    assert {"/tls", "/admin", "/tmp"} == mounted - {"/inventory"}
+    assert ("/inventory" in mounted) == (name == "apply")
 
 
 def test_the_volume_of_checkpoints_is_what_the_example_mounts():

@@ -24,6 +24,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 {{- end }}
 
+{{- /* A group's option `device` where values have none: with `auto` a pod whose GPU is not visible would serve on the CPU. */}}
+{{- define "expertd.device" -}}
+{{- if ne .kind "cpu" }}device: {{ .kind }}{{ end }}
+{{- end }}
+
 {{- /* How a pod is asked for its health.  Kubernetes' own gRPC probes speak no TLS. */}}
 {{- define "expertd.probe" -}}
 {{- if .Values.tls.secretName -}}
