@@ -55,7 +55,7 @@ OTHERS: Mapping[tuple[str, str, str], Mapping[str, str]] = {
         "write": "writes a trace, and its picture beside it",
     },
 }
-"""(Module, folder of its package, page that starts from it) -> name -> what it is.  Not imported: some need transformers."""
+"""(Module, folder of its package, page that starts from it) -> name -> what it is.  Not imported: not all can be."""
 
 
 class _Plain(str):
