@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ForwardRef
 
@@ -20,6 +22,40 @@ PACKAGES: Mapping[ModuleType, str] = {
     expertd_client: "For inference engines. Start with `ExpertClient`, `ExpertCluster` and `RemoteExperts`.",
     expertd_kernels: "The kernels without gRPC. Start with `problem_of`, `decide`, `build` ([python.md](python.md)).",
 }
+
+ROOT = Path(__file__).resolve().parents[1]
+OTHERS: Mapping[tuple[str, str, str], Mapping[str, str]] = {
+    ("expertd_client.transformers", "client", "models.md#transformers"): {
+        "attach": "servers compute the experts of a model that was loaded whole",
+        "detach": "puts the model's own experts back",
+        "load_without_experts": "loads a model without its experts, which servers compute",
+        "Attachment": "what `attach` returns: `forwarder`, `layers`, `close()`",
+    },
+    ("expertd_client.engines.kt", "client", "engines.md#ktransformers"): {
+        "RemoteKTMoEWrapper": "kt-kernel's `KTMoEWrapper` whose experts servers compute",
+    },
+    ("expertd_client.weights", "client", "weights.md"): {
+        "Updater": "gives new weights to all servers of a model",
+        "Update": "one update under way",
+        "WeightSync": "the weight-sync client of vLLM's trainers, over an `Updater`",
+        "WeightsServer": "the WeightsService of one server",
+        "DeltaFolder": "one version of the weights as a delta folder of slime",
+        "publish_delta_folder": "sends a delta folder to all servers, and has them serve it",
+    },
+    ("expertd.placement", "proto", "../proto/README.md"): {
+        "Placement": "which server holds which experts, and its JSON",
+        "Server": "one server of a placement",
+    },
+    ("expertd_kernels.checkpoint", "kernels", "python.md"): {
+        "open_checkpoint": "opens a folder with config.json and safetensors files",
+        "Checkpoint": "what `open_checkpoint` returns: `layers`, `info()`, `load()`",
+        "CheckpointError": "raised where a checkpoint cannot be read",
+    },
+    ("expertctl.pictures.trace", "client", "models.md#a-step-as-a-picture"): {
+        "write": "writes a trace, and its picture beside it",
+    },
+}
+"""(Module, folder of its package, page that starts from it) -> name -> what it is.  Not imported: not all can be."""
 
 
 class _Plain(str):
@@ -53,7 +89,8 @@ def markdown(note: str) -> str:
 
 {note}
 
-Public are the names of `expertd_client` and `expertd_kernels` below, and the error classes ([errors.md](errors.md)).
+Public are the names of `expertd_client` and `expertd_kernels` below, those of [other modules](#other-modules), and the
+error classes ([errors.md](errors.md)).
 Other modules may change at any time; [versions.md](versions.md) has the policy. Letters: M tokens, H hidden size,
 I intermediate size, E experts, k routes per token.
 """
@@ -62,7 +99,34 @@ I intermediate size, E experts, k routes per token.
         parts.append(f"## `{module.__name__}`\n\n{text}\n")
         names = getattr(module, "_MODULES", module.__all__)  # with those that need another package
         parts += [_name(name, getattr(module, name)) for name in sorted(names, key=str.lower)]
+    parts.append(_others())
     return "\n".join(parts)
+
+
+def _others() -> str:
+    """Raises LookupError for a name that its module does not offer."""
+    lines = [
+        "## Other modules",
+        "",
+        "Of these only the names here are public. `help(NAME)` prints arguments and errors.",
+    ]
+    lines += ["", "| module | name | what it is |", "|---|---|---|"]
+    for (module, folder, page), names in OTHERS.items():
+        absent = set(names) - _offered(module, ROOT / folder)
+        if absent:
+            raise LookupError(f"{module}: its __all__ lacks {', '.join(sorted(absent))}")
+        lines += [f"| [`{module}`]({page}) | `{name}` | {text} |" for name, text in names.items()]
+    return "\n".join([*lines, ""])
+
+
+def _offered(module: str, folder: Path) -> set[str]:
+    """What __all__ of a module's source lists."""
+    path = folder / module.replace(".", "/")
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def _name(name: str, value: Any) -> str:

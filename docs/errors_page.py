@@ -48,7 +48,9 @@ These are not retryable, but of one server, so `ExpertCluster` asks another repl
 {", ".join(f"`{e.reason}`" for e in elsewhere)}. If there is none, the call raises the error.
 
 ## The request is wrong
-The same request fails at every replica. These classes are also `ValueError` (`InvalidRequestError`).
+The same request fails at every replica with the same experts and limits. `LAYER_NOT_HELD`, `TOO_MANY_TOKENS`,
+`MESSAGE_TOO_LARGE`, `OUTPUT_DTYPE_UNSUPPORTED` and `SCALES_UNSUPPORTED` depend on the server. These classes are also
+`ValueError` (`InvalidRequestError`).
 
 {_table(wrong)}
 

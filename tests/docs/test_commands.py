@@ -42,7 +42,8 @@ NOT_HERE = (
     Rule(r"nvidia-smi", "needs a GPU"),
     Rule(r"vllm |python -m sglang", "needs the engine and a GPU; tests/engines has its plugin"),
     Rule(
-        r"python client/examples/accuracy.py .*--tasks", "needs lm-eval or a checkpoint; tests/models/test_accuracy.py"
+        r"python client/examples/accuracy.py .*--(tasks|checkpoint)",
+        "needs lm-eval or a checkpoint; tests/models/test_accuracy.py",
     ),
     Rule(r"OTEL_", "needs a collector; tests/rpc/test_traces.py has an exporter of its own"),
     Rule(r"expertctl ray |ray start", "needs a Ray cluster; tests/expertctl/ray starts one"),
@@ -51,6 +52,9 @@ NOT_HERE = (
         "needs a placement; tests/rpc/test_apply.py, tests/expertctl/planner",
     ),
     Rule(r"expertd serve --checkpoint DIR --experts 0-63", "needs a checkpoint with 64 experts"),
+    Rule(
+        r"expertd serve --checkpoint DIR --quantize", "needs unquantized weights; tests/server/commands/test_verify.py"
+    ),
     Rule(r"kill -USR1", "needs the number of a process; tests/faults/test_server_sigterm.py sends the signal"),
     Rule(r"python -m flashinfer", "needs FlashInfer, which fetches what a GPU needs"),
     Rule(r"python -m (expertd.cxx|expertd_kernels.native.csrc.build)", "compiles for a minute, as make setup does"),

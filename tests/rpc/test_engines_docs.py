@@ -9,11 +9,11 @@ import torch
 from in_process import hosts
 
 from expertd.errors import BadDtypeError, BadShapeError
-from expertd_client import ExpertClient, RemoteExperts
+from expertd_client import AsyncExpertClient, ExpertClient, RemoteExperts
 from expertd_server.config.values import Shard
 
 TEXT = (Path(__file__).parents[2] / "docs/engines.md").read_text()
-TORCH, GRAPH, NUMPY, CLUSTER, PIN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TORCH, GRAPH, NUMPY, ASYNC, CLUSTER, PIN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +52,22 @@ def test_a_cuda_graph_is_captured_with_names_of_the_first_snippet():
 def test_numpy(serve, capsys):
     run(NUMPY, str(serve().address))
     assert capsys.readouterr().out.split() == ["(4,", "256)", "8"]
+
+
+def test_an_event_loop(serve, capsys):
+    run(ASYNC, str(serve().address))
+    assert capsys.readouterr().out == "[8, 8]\n"
+
+
+async def test_an_event_loop_takes_torch_tensors(serve):
+    async with AsyncExpertClient(str(serve().address)) as client:
+        answer = await client.forward(0, torch.ones(4, 256), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5))
+    assert isinstance(answer.output, torch.Tensor)
+
+
+def test_the_torch_snippet_keeps_to_a_server_with_a_small_limit(serve):
+    named = run(TORCH, str(serve(max_tokens=64).address))
+    assert named["experts"].max_tokens == 64
 
 
 def test_all_layers_of_a_step_are_pinned_to_one_version():

@@ -192,7 +192,9 @@ class ExpertClient(Forwarder):
 
         with self._ways_lock:
             if device not in self._device_transports:
-                self._device_transports[device] = DeviceTransport(lambda: self.device_session(device), self.describe)
+                self._device_transports[device] = DeviceTransport(
+                    lambda: self.device_session(device), self.describe, self._timeout_s
+                )
             return self._device_transports[device]
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ class DeviceTransport:
     """One client's, for one GPU.  Thread-safe; its calls are computed one after another.
 
     open_session, describe: of the client
+    timeout_s: of a call that names none, at the server; None = no limit
     reason: why there is no session; "" where there is one, or nobody asked yet
 
     Nothing waits on the host, so nothing counts the routes that a server computed: layers of which it does not hold
@@ -37,8 +38,14 @@ class DeviceTransport:
     when the server ends, its replays answer NaN and check() raises; capture again to use the next session.
     """
 
-    def __init__(self, open_session: Callable[[], DeviceSession], describe: Callable[[], pb.DescribeResponse]) -> None:
+    def __init__(
+        self,
+        open_session: Callable[[], DeviceSession],
+        describe: Callable[[], pb.DescribeResponse],
+        timeout_s: float | None = None,
+    ) -> None:
         self._open, self._describe = open_session, describe
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._session: DeviceSession | None = None
         self._side: Any = None
@@ -54,6 +61,7 @@ class DeviceTransport:
     ) -> Tensor | None:
         """[M, H] in the order of the current stream: see DeviceSession.forward.  None: it must travel another way.
         UnavailableError where a capture meets a session that is lost."""
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         with self._lock:
             capturing = torch.cuda.is_current_stream_capturing()
             session = self._ready(layer, capturing)

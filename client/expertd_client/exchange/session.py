@@ -22,7 +22,8 @@ INLINE = "inline"
 class Session:
     """What a client and a server agreed on.
 
-    transport   "inline", or the name of the transport that is open: "shm", "cuda_ipc", "tcp"
+    transport   "inline": on the connection itself, which is gRPC to an address; or the name of the transport that is
+                open: "shm", "tcp".  Calls from GPU to GPU have a session of their own, which is not told here
     refused     the others that this client has, best first, each with the reason why it is not that one
     """
 

@@ -131,7 +131,7 @@ def attach(model: torch.nn.Module, to: Servers, *, timeout_s: float | None = Non
 
     model       a transformers model in evaluation mode, on any device
     to          "host:port"; several in a list, or a Placement; or a forwarder, which stays the caller's
-    timeout_s   of each call; None = no limit
+    timeout_s   of each call; None = that of a forwarder in `to`, else no limit
     keep        the modules that are replaced are kept, for detach(); without, their memory is free
 
     Raises UnsupportedCombinationError where the model's experts cannot be replaced, PlacementError where a server's

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from connection_kit import E, H
-from software_gpu import MISSING, STREAM, enter, inputs
+from software_gpu import MISSING, STREAM, Session, enter, inputs
 
 from expertd.errors import UnavailableError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
+from expertd_client.clients.client import ExpertClient
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.device.transport import DeviceTransport
 from expertd_client.engines import torch_experts
@@ -113,6 +114,22 @@ def test_a_session_that_broke_is_opened_again(server, on_gpu, monkeypatch):
     way.close()
     experts(x, ids.abs(), w)
     assert (far.requests, way.reason) == (2, "closed")
+
+
+@pytest.mark.parametrize(("client_s", "module_s", "wanted"), [(None, None, 0), (7.0, None, 7e9), (7.0, 3.0, 3e9)])
+def test_the_server_is_told_the_time_of_the_module_and_else_of_the_client(
+    server, on_gpu, monkeypatch, client_s, module_s, wanted
+):
+    told, ask = [], Session._ask
+    monkeypatch.setattr(Session, "_ask", lambda self, s: (told.append(s.deadline_ns), ask(self, s))[1])
+    with ExpertClient("127.0.0.1:1", timeout_s=client_s) as client:
+        monkeypatch.setattr(client, "device_session", lambda device: enter(server))
+        way = client.device_transport(0)
+        monkeypatch.setattr(way, "_describe", described)
+        t, want = inputs(5)
+        experts = torch_experts.RemoteExperts(client, 1, timeout_s=module_s).eval()
+        assert torch.allclose(experts(*t).float(), want, rtol=1e-2)
+    assert told == [wanted]
 
 
 @pytest.fixture
