@@ -303,8 +303,8 @@ class UnsupportedCombinationError(InvalidRequestError, code=Code.INVALID_ARGUMEN
 class TooManyRequestsError(
     ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="TOO_MANY_REQUESTS_IN_FLIGHT", retryable=True
 ):
-    """The stream has as many requests in flight as the server allows, or the caller as many unary calls open (1024, fewer
-    beside other callers); wait for an answer first."""
+    """The stream has as many requests in flight as the server allows, or the caller as many unary calls open (1024,
+    fewer beside other callers); wait for an answer first."""
 
 
 class QueueFullError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retryable=True):
