@@ -3,6 +3,8 @@
     python client/examples/raw_grpcio.py 127.0.0.1:50051
 
 Sends the same request as raw bytes and as typed values, each alone and both over one stream, and compares the answers.
+
+gRPC's limit of 4 MiB for an answer holds here; the channel's option grpc.max_receive_message_length lifts it.
 """
 
 import struct

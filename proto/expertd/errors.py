@@ -237,7 +237,7 @@ class BadTensorSpellingError(InvalidRequestError, code=Code.INVALID_ARGUMENT, re
 
 
 class NonFiniteWeightsError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="NON_FINITE_WEIGHTS"):
-    """Router weights hold NaN or infinity."""
+    """Router weights hold NaN or infinity; a server with --nonfinite zero counts them as 0 instead."""
 
 
 class NonFiniteHiddenStatesError(InvalidRequestError, code=Code.INVALID_ARGUMENT, reason="NON_FINITE_HIDDEN_STATES"):
@@ -303,7 +303,8 @@ class UnsupportedCombinationError(InvalidRequestError, code=Code.INVALID_ARGUMEN
 class TooManyRequestsError(
     ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="TOO_MANY_REQUESTS_IN_FLIGHT", retryable=True
 ):
-    """The stream has as many requests in flight as the server allows; wait for an answer first."""
+    """The stream has as many requests in flight as the server allows, or the caller as many unary calls open (1024,
+    fewer beside other callers); wait for an answer first."""
 
 
 class QueueFullError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retryable=True):
@@ -353,7 +354,8 @@ class ChangeUnknownError(ExpertdError, code=Code.NOT_FOUND, reason="CHANGE_UNKNO
 
 
 class UnavailableError(ExpertdError, ConnectionError, code=Code.UNAVAILABLE, reason="UNAVAILABLE", retryable=True):
-    """Raised by the client: no connection, or it broke before the answer came."""
+    """Raised by the client: no connection, or it broke before the answer came. A server says it of a stream that it
+    closed because nothing came for long, and of a call whose message did not come whole in time."""
 
 
 class UnimplementedError(ExpertdError, code=Code.UNIMPLEMENTED, reason="UNIMPLEMENTED"):

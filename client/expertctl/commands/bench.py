@@ -78,9 +78,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         parts.add_parser(
             "overload",
             help=more,
-            description=f"Measures {more}: first its peak rate and the p99 at half of it, then multiples of the"
-            " peak, in an"
-            " open loop with a deadline of four times that p99.  Without ADDRESS it starts a server (extra `server`).",
+            description=f"Measures {more}: first the p99 at half the rate of a closed loop, then its peak rate,"
+            " then multiples of the peak, in an open loop with a deadline of --slack times that p99.  Without"
+            " ADDRESS it starts a server (extra `server`); only of that one `server CPU` and `server MB` are known.",
         )
     )
 

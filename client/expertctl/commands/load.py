@@ -42,6 +42,10 @@ __all__ = ["add_parser", "add_reports", "check_reports", "finish", "run"]
 _DEFAULT_SECONDS, _TRIAL_SECONDS = 10.0, 3.0
 _CLIENTS = 8
 INTERRUPTED = 130
+_NOT_WITH_GENERATE = (
+    "--slo", "--rate", "--concurrency", "--requests", "--duration", "--warmup", "--streams", "--html", "--hdr",
+)  # fmt: skip
+"""None = not given."""
 
 
 def add_parser(subparsers: Any, text: str) -> None:
@@ -52,8 +56,9 @@ def add_parser(subparsers: Any, text: str) -> None:
         description="Sends many requests and reports latency and throughput.  Closed loop (the default): --concurrency"
         " clients, each waits for its answer before it sends again.  Open loop (--rate): requests are sent on schedule,"
         " answered or not, and latency counts from the scheduled time.  Several values are a sweep.",
-        epilog="Exit code 1 if no request was answered; requests that failed beside answered ones are counted by"
-        " reason.  Ctrl-C prints the report of the requests until then; exit code 130.",
+        epilog="Exit code 0 if a request was answered, whatever failed beside it and whether or not the SLO was met; 1"
+        " if none was, or the server cannot be reached or refuses; 2 for options that exclude each other or that this"
+        " server does not take, and for --slo without any answer; 130 after Ctrl-C, with the report until then.",
     )
     _add_most_used(parser)
     _add_loop(parser.add_argument_group("Rate"))
@@ -128,11 +133,10 @@ def _add_loop(loop: argparse._ArgumentGroup) -> None:
     loop.add_argument(
         "--warmup",
         type=at_least(0),
-        default=POOL,
         metavar="N",
         help=f"requests before the measurement (default: {POOL})",
     )
-    loop.add_argument("--streams", type=at_least(1), default=1, metavar="N", help="connections (default: 1)")
+    loop.add_argument("--streams", type=at_least(1), metavar="N", help="connections (default: 1)")
     loop.add_argument(
         "--timeout",
         type=duration_s,
@@ -184,17 +188,22 @@ def _check(args: argparse.Namespace) -> None:
         got = "both" if args.echo else "neither"
         raise ValueError(f"ADDRESS and --echo: got {got}, want one of them")
     _check_cluster(args)
+    _check_transport(args)
+    _check_generate(args)
+    _check_synthetic(args)
     given = args.concurrency is not None
     args.concurrency = args.concurrency or [_CLIENTS]
-    _check_transport(args)
+    args.warmup = POOL if args.warmup is None else args.warmup
+    args.streams = args.streams or 1
     if args.depth and not args.generate:
         raise ValueError(f"--depth {args.depth}: got it without --generate, want both: other loads have no steps")
     several = len(args.concurrency) * len(args.rate or [0]) > 1
-    if several and (args.slo or args.generate):
-        other = "--slo" if args.slo else "--generate"
-        raise ValueError(f"{other}: got a sweep with it, want one value of --concurrency and no --rate")
+    if args.slo and several:
+        raise ValueError("--slo: got a sweep with it, want one value of --concurrency and no --rate")
     if args.slo and args.rate:
         raise ValueError("--slo: got --rate with it, want one of them: --slo searches the rate")
+    if args.slo and args.requests:
+        raise ValueError("--slo: got --requests with it, want --duration: the length of a trial")
     if args.rate and given:
         raise ValueError("--concurrency: got --rate with it, want one of them: an open loop does not wait for answers")
     if args.hdr is not None and several:
@@ -226,6 +235,27 @@ def _check_transport(args: argparse.Namespace) -> None:
         raise ValueError("--transport: got --generate with it, want one of them: --generate shows both transports")
     if args.unary and args.transport != "grpc":
         raise ValueError(f"--transport {args.transport}: got --unary with it, want one of them: unary calls are gRPC")
+
+
+def _check_generate(args: argparse.Namespace) -> None:
+    """Before defaults are filled in.  Raises ValueError for what --generate does not do."""
+    if not args.generate:
+        return
+    for flag in _NOT_WITH_GENERATE:
+        if getattr(args, flag[2:]) is not None:
+            raise ValueError(
+                f"--generate: got {flag} with it, want one of them: --generate is one client that sends its steps"
+            )
+    if args.routing.path is not None:
+        raise ValueError(f"--generate: got --routing {args.routing.text} with it, want uniform, zipf, hot or incast")
+
+
+def _check_synthetic(args: argparse.Namespace) -> None:
+    """Raises ValueError for recorded routes, which a server cannot generate."""
+    if args.synthetic and args.routing.path is not None:
+        raise ValueError(
+            f"--synthetic: got --routing {args.routing.text} with it, want uniform or zipf: servers draw no others"
+        )
 
 
 def check_reports(args: argparse.Namespace) -> None:
