@@ -372,12 +372,12 @@ SCRATCH: Mapping[str, Space] = {
     "cpu_torch": _float_scratch,
     "reference": _float_scratch,
 }
-"""Of the largest call, for every backend; _vendor_scratch estimates what a package allocates by itself."""
+"""Of the largest call, for every backend of the table; _vendor_scratch estimates what a package allocates by itself."""
 
 
 def footprint(backend: str, problem: Problem, tokens: int) -> Footprint:
     """Of the layer that poses `problem`, on the row called `backend`, in batches of up to `tokens`."""
-    beside, scratch = BESIDE.get(backend), SCRATCH[backend]
+    beside, scratch = BESIDE.get(backend), SCRATCH.get(backend, _vendor_scratch)
     held = packed_bytes(backend, problem)
     if beside is not None:
         held += sum(beside(m, problem) for m in _matrices(problem))
