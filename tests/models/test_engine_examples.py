@@ -15,6 +15,7 @@ from hosts import hosts
 
 import expertd_client
 from expertd.errors import PlacementError, UnavailableError, UnsupportedCombinationError
+from expertd_client.engines import settings
 
 ROOT = Path(__file__).parents[2]
 PAPER = (ROOT / "docs/engines.md").read_text()
@@ -35,6 +36,14 @@ def served(tmp_path_factory):
     tiny_server.make(folder)
     with hosts([{"checkpoint": folder}]) as [address]:
         yield folder, address
+
+
+@pytest.fixture(autouse=True)
+def connections_end_with_their_test():
+    """An adapter's connection is its process's, which goes on here."""
+    yield
+    for key in list(settings._CONNECTIONS):
+        settings._CONNECTIONS.pop(key).forwarder.close()
 
 
 def commands():
