@@ -58,6 +58,8 @@ __all__ = ["UpdateRequest", "Job", "Updates"]
 
 log = logging.getLogger(__name__)
 
+_ENDING_S = 10.0
+"""How long a new update waits for the memory of one that has failed."""
 _ENCODING = {
     pb.WEIGHT_DELTA_UNSPECIFIED: "",
     pb.WEIGHT_DELTA_XOR: "xor",
@@ -176,6 +178,9 @@ class Updates:
 
     def begin(self, asked: UpdateRequest) -> Job:
         """Raises ChangePendingError where another is under way, ChangeRefusedError where it cannot be."""
+        ending = self._job
+        if ending is not None and ending.error is not None:  # its clients know it, and its memory is not free yet
+            ending.ended.wait(_ENDING_S)
         with self._lock:
             if self._closed:
                 raise RequestCancelledError("update: this server closes")
