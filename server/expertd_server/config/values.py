@@ -34,7 +34,8 @@ class Ranges:
 @dataclass(frozen=True)
 class Shard:
     """Part `rank` of `count` equal parts of the experts of each layer, "2/8".  Ranks start at 0, as in
-    torch.distributed; the first E mod count parts hold one expert more."""
+    torch.distributed.  Where count does not divide E, a part has E // count experts or one more.  Where a part begins
+    depends on the fraction rank / count alone: 1/2 ends where 3/6 does, so shards of different counts leave no gap."""
 
     rank: int
     count: int
@@ -50,9 +51,7 @@ class Shard:
 
     def experts(self, num_experts: int) -> range:
         """Global ids of this part of `num_experts`."""
-        each, more = divmod(num_experts, self.count)
-        first = self.rank * each + min(self.rank, more)
-        return range(first, first + each + (self.rank < more))
+        return range(self.rank * num_experts // self.count, (self.rank + 1) * num_experts // self.count)
 
     def __str__(self) -> str:
         return f"{self.rank}/{self.count}"

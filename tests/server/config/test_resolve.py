@@ -160,6 +160,13 @@ def test_shards_cover_every_expert_once_and_differ_by_one_at_most():
             assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.parametrize("experts", [1, 7, 60, 128, 257, 512])
+@pytest.mark.parametrize("shards", [("0/2", "3/6", "4/6", "5/6"), ("0/3", "1/3", "4/6", "10/12", "11/12")])
+def test_shards_of_different_counts_leave_no_expert_out_and_hold_none_twice(experts, shards):
+    parts = [Shard.parse(shard).experts(experts) for shard in shards]
+    assert [e for p in parts for e in p] == list(range(experts))
+
+
 def test_ranges_are_sorted_and_without_repeats():
     assert Ranges.parse("7,0-3,2").numbers == (0, 1, 2, 3, 7)
 
