@@ -25,25 +25,26 @@ pytestmark = [
 ]
 
 PROCESSES, TURN_S = 3, 6.0
-CASES = [
-    ("e4m3_block128", "e4m3_group128"),
-    ("e4m3_channel", "e4m3_token"),
-    ("int4_g128", "none"),
-    ("mxfp4", "none"),
-    ("bf16", "none"),
-]
+CASES = ["e4m3_block128 e4m3_group128", "e4m3_channel e4m3_token", "int4_g128 none", "mxfp4 none", "bf16 none"]
 
 
-@pytest.mark.parametrize(("scheme", "rounding"), CASES)
-def test_answers_beside_other_processes_have_the_bits_of_those_alone(scheme, rounding, tmp_path):
-    command = [sys.executable, __file__, scheme, rounding, str(tmp_path)]
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each process says of each case: the same processes for all cases, since each takes seconds to begin."""
+    folder = tmp_path_factory.mktemp("meeting")
+    command = [sys.executable, __file__, str(folder)]
     processes = [
         subprocess.Popen([*command, str(n)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for n in range(PROCESSES)
     ]
-    said = [p.communicate(timeout=240)[0] for p in processes]
+    return [p.communicate(timeout=220)[0] for p in processes]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_beside_other_processes_have_the_bits_of_those_alone(case, said):
     for text in said:
-        assert text.splitlines()[-1].endswith(" calls, 0 wrong"), text
+        line = next((line for line in text.splitlines() if line.startswith(f"{case}: ")), text)
+        assert line.endswith(" calls, 0 wrong"), line
 
 
 def meet(folder: Path, name: str, me: int) -> None:
@@ -54,7 +55,15 @@ def meet(folder: Path, name: str, me: int) -> None:
         time.sleep(0.005)
 
 
-def main(scheme: str, rounding: str, folder: Path, me: int) -> None:
+def main(folder: Path, me: int) -> None:
+    for n, case in enumerate(CASES):
+        compare(case, folder, f"case{n}", me)
+        torch.cuda.empty_cache()
+
+
+def compare(case: str, folder: Path, name: str, me: int) -> None:
+    """Print how many answers of a case were wrong; the processes compute alone first, one after the other."""
+    scheme, rounding = case.split()
     s = shape_of("deepseek-v3/64")
     w = random_weights(
         Scheme.parse(scheme), s.num_experts, s.hidden_size, s.intermediate_size, activation=s.activation, device="cuda"
@@ -63,13 +72,13 @@ def main(scheme: str, rounding: str, folder: Path, me: int) -> None:
     layer = build(decide(asked), w)
     calls = []
     for turn in range(PROCESSES):
-        meet(folder, f"alone{turn}", me)
+        meet(folder, f"{name}.alone{turn}", me)
         if turn == me:
             for M, at_once in ((8, 200), (64, 40), (256, 20), (2048, 1), (4096, 1)):
                 x, ids, weights = random_inputs(M, s.hidden_size, s.num_experts, s.top_k, device="cuda")
                 calls.append((x, ids, weights, layer(x, ids, weights).clone(), at_once))
             torch.cuda.synchronize()
-    meet(folder, "begin", me)
+    meet(folder, f"{name}.begin", me)
     count = wrong = 0
     end = time.monotonic() + TURN_S
     while time.monotonic() < end:
@@ -79,9 +88,9 @@ def main(scheme: str, rounding: str, folder: Path, me: int) -> None:
                 layer(x, ids, weights, out=out)
             count += at_once
             wrong += sum(not torch.equal(out, want) for out in outs)
-    meet(folder, "end", me)
-    print(f"{scheme} {rounding}: {count} calls, {wrong} wrong")
+    meet(folder, f"{name}.end", me)
+    print(f"{case}: {count} calls, {wrong} wrong", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
