@@ -16,7 +16,7 @@ try:
     from expertd_client import ExpertClient
     from expertd_server.boot.assignment import open_source
     from expertd_server.config.serve import ServeConfig
-    from expertd_server.config.values import Address, Ranges
+    from expertd_server.config.values import Address, Ranges, Split
     from expertd_server.host.host import Host
 except Exception as e:  # a machine for kernels alone: nothing installed, or other versions of grpcio and protobuf
     pytest.skip(f"the server cannot run here: {type(e).__name__}: {e}", allow_module_level=True)
@@ -146,3 +146,15 @@ def test_a_host_that_begins_with_no_layers_serves_on_the_device(hosts):
     with ExpertClient(host.address) as client:
         for n in range(4 * len(SIZES)):
             right.ask(client, n)
+
+
+@pytest.mark.skipif(DEVICE.kind != "cuda", reason="parts are replayed from CUDA graphs")
+def test_a_layer_shared_with_the_host_is_replayed(hosts, caplog):
+    """The GPU has 12 of the 16 experts, the host's processors the rest."""
+    host = hosts(layers=Ranges.parse("0"), device="cuda:0,cpu", split=Split.parse("12,4"))
+    right = Right(0)
+    with ExpertClient(host.address) as client:
+        for n in range(6 * len(SIZES)):
+            right.ask(client, n)
+    assert "could not be captured" not in caplog.text
+    assert host.engine.graph_bytes > 0, "there are graphs after the boot's were dropped"

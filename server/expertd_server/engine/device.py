@@ -26,7 +26,7 @@ from expertd_kernels.common.protocol import E4m3Experts
 from expertd_kernels.oracle.probe import device_fault
 from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
-from expertd_server.engine.graphs import free_now, record
+from expertd_server.engine.graphs import GraphPool, free_now
 from expertd_server.engine.out_of_memory import compute, unheard
 from expertd_server.engine.pieces import Pieces, Ran, collecting
 from expertd_server.engine.plain import compute_stream
@@ -164,7 +164,7 @@ class DeviceExecutor:
         self.stream: Any = compute_stream(device)
         self.streams: Any = (self.stream, compute_stream(device), compute_stream(device))
         self._counting: Any = api.Stream(device)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool()
         self._runtime: Any = api.cudart()
         self._index: int = api.current_device() if device.index is None else device.index
         self.core: c.Core
@@ -266,7 +266,7 @@ class DeviceExecutor:
         """(torch's graph, the driver's executable) of body(); None: it cannot be captured, nor anything from now on."""
         graph, made = torch.cuda.CUDAGraph(keep_graph=True), C.c_void_p()
         try:
-            record(graph, self._pool, body)
+            self._pool.record(graph, body)
             raw = C.c_void_p(graph.raw_cuda_graph())
             error = self._driver.cuGraphInstantiateWithFlags(C.byref(made), raw, C.c_ulonglong(0))
             if error:

@@ -29,7 +29,7 @@ from expertd_kernels.oracle.probe import device_fault
 from expertd_server.engine.core import library
 from expertd_server.engine.executor import CpuExecutor
 from expertd_server.engine.executors import graphs_refusal
-from expertd_server.engine.graphs import free_now, record
+from expertd_server.engine.graphs import GraphPool, free_now
 from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.request import Array
 from expertd_server.engine.sizes import batch_slot_routes, padded
@@ -211,7 +211,7 @@ class _GraphMemory(_Memory):
         self.table = torch.zeros(tokens, WORDS, dtype=torch.int64, pin_memory=True)
         self.verdicts = torch.zeros(tokens, 2, dtype=torch.int32, pin_memory=True)
         self.done = torch.zeros(16, dtype=torch.int32, pin_memory=True)
-        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool()
         self._driver = C.CDLL("libcuda.so.1")
         self._works = True
 
@@ -259,7 +259,7 @@ class _GraphMemory(_Memory):
         free = free_now()
         graph, made = torch.cuda.CUDAGraph(keep_graph=True), C.c_void_p()
         try:
-            record(graph, self._pool, body)
+            self._pool.record(graph, body)
             raw = C.c_void_p(graph.raw_cuda_graph())
             if error := self._driver.cuGraphInstantiateWithFlags(C.byref(made), raw, C.c_ulonglong(0)):
                 raise RuntimeError(f"instantiating a graph: CUDA error {error}")

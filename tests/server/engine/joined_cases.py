@@ -17,6 +17,7 @@ from expertd_kernels import build, decide, detect_device, problem_of, relative_e
 from expertd_kernels.packed.integrity import reference_rows
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_server.engine import joined as module
+from expertd_server.engine.graphs import GraphPool
 
 E, H, K = 8, 128, 2
 SHARES = ([0, 2, 4, 6, 7], [1, 3, 5])
@@ -38,7 +39,6 @@ class Torch:
     """torch, for which that GPU's memory is the host's."""
 
     cuda = types.SimpleNamespace(
-        graph_pool_handle=lambda: 1,
         stream=lambda s: contextlib.nullcontext(),
         CUDAGraph=lambda keep_graph: types.SimpleNamespace(raw_cuda_graph=lambda: 5),
     )
@@ -73,7 +73,7 @@ def pretend():
     torch.Tensor.to = lambda t, *a, **more: t if a and isinstance(a[0], Gpu) else to(t, *a, **more)
     module.torch, module.C = Torch(), Ctypes()
     module.graphs_refusal, module.free_now = lambda device: "", lambda: 0
-    module.record = lambda graph, pool, body: captured.append(body)
+    GraphPool.record = lambda self, graph, body: captured.append(body)
 
 
 def made(dtype):

@@ -12,7 +12,7 @@ import torch
 from expertd_server.engine import graphs as module
 from expertd_server.engine.convert import bits_of
 from expertd_server.engine.engine import Engine
-from expertd_server.engine.graphs import record
+from expertd_server.engine.graphs import GraphPool
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.request import Answer, EngineRequest, Operand
 from expertd_server.engine.served import ServedLayer
@@ -37,18 +37,43 @@ class FakeGraph:
         self.seen.append("end")
 
 
-def test_what_is_captured_is_run_between_begin_and_end():
+@pytest.fixture
+def handles(monkeypatch):
+    """Those that torch was asked for."""
+    given = []
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: given.append(f"pool {len(given)}") or given[-1])
+    return given
+
+
+def test_what_is_captured_is_run_between_begin_and_end(handles):
     graph = FakeGraph()
-    record(graph, "pool", lambda: graph.seen.append("body"))
-    assert graph.seen == ["pool", "body", "end"]
+    GraphPool().record(graph, lambda: graph.seen.append("body"))
+    assert graph.seen == ["pool 0", "body", "end"]
 
 
-def test_a_capture_that_fails_leaves_the_generator_to_others(monkeypatch):
+def test_graphs_share_a_pool_until_the_last_of_them_is_gone(handles):
+    """torch refuses the handle of a pool whose graphs are all gone."""
+    pool, a, b = GraphPool(), FakeGraph(), FakeGraph()
+    for graph in (a, b):
+        pool.record(graph, lambda: None)
+    assert a.seen == b.seen == ["pool 0", "end"]
+    del graph, a
+    pool.record(c := FakeGraph(), lambda: None)
+    assert c.seen == ["pool 0", "end"], "one of them is left"
+    del b, c
+    pool.record(d := FakeGraph(), lambda: None)
+    assert d.seen == ["pool 1", "end"]
+
+
+def test_a_capture_that_fails_leaves_the_generator_to_others(monkeypatch, handles):
     freed = []
     monkeypatch.setattr(module, "_free_generator", lambda: freed.append(1))
+    pool = GraphPool()
     with pytest.raises(RuntimeError, match="not permitted"):
-        record(FakeGraph(fails=True), "pool", lambda: None)
+        pool.record(FakeGraph(fails=True), lambda: None)
     assert freed == [1]
+    pool.record(graph := FakeGraph(), lambda: None)
+    assert graph.seen == ["pool 1", "end"], "no graph is left of the one that failed"
 
 
 class Experts:
@@ -146,6 +171,19 @@ def test_small_batches_are_replayed_and_follow_their_inputs(on_gpu):
     for n in range(8):
         s.ask(3, seed=200 + n)
     s.ask(5, seed=1)
+
+
+def test_graphs_are_captured_again_after_all_were_dropped(on_gpu, caplog):
+    s = on_gpu(Experts())
+    for _ in range(3):
+        for n in range(20):
+            s.ask((1, 3)[n % 2], seed=n)
+        calls = len(s.experts.sizes)
+        for n in range(10):
+            s.ask((1, 3)[n % 2], seed=50 + n)
+        assert len(s.experts.sizes) == calls, "replayed"
+        s.engine.without_graphs(torch.cuda.empty_cache)
+    assert "could not be captured" not in caplog.text
 
 
 def test_experts_that_wait_are_called_as_before(on_gpu, caplog):
