@@ -148,7 +148,7 @@ def test_a_host_that_begins_with_no_layers_serves_on_the_device(hosts):
             right.ask(client, n)
 
 
-@pytest.mark.skipif(DEVICE.kind != "cuda", reason="parts are replayed from CUDA graphs")
+@pytest.mark.skipif(DEVICE.kind != "cuda", reason="runs on cuda: parts are replayed from CUDA graphs")
 def test_a_layer_shared_with_the_host_is_replayed(hosts, caplog):
     """The GPU has 12 of the 16 experts, the host's processors the rest."""
     host = hosts(layers=Ranges.parse("0"), device="cuda:0,cpu", split=Split.parse("12,4"))

@@ -28,7 +28,7 @@ from expertd_kernels.weights.numerics import COMPUTE_DTYPE
 from expertd_server.engine import core as c
 from expertd_server.engine.graphs import GraphPool, free_now
 from expertd_server.engine.out_of_memory import compute, unheard
-from expertd_server.engine.pieces import Pieces, Ran, collecting
+from expertd_server.engine.pieces import Piece, Pieces, Ran, collecting
 from expertd_server.engine.plain import compute_stream
 from expertd_server.engine.request import Array
 from expertd_server.engine.served import ServedLayer
@@ -134,6 +134,11 @@ class _Rows:
     def deliver(self) -> None:
         deliver(self._batch_slot.table, self.number, self._out)
         signal(self._batch_slot.done[:1])
+
+    def warm(self) -> None:
+        """Call the experts for no route, before their first batch: what a first call makes cannot be captured."""
+        self._slots.fill_(-1)
+        self.compute(0, self.number)
 
     def _whole(self) -> None:
         self.collect()
@@ -255,12 +260,35 @@ class DeviceExecutor:
     def _capture(self, run: c.Run, rows: int, layer: ServedLayer, parts: dict[int, Callable[[], None]]) -> None:
         """Capture the pieces of a size that comes often; what has just run is warm."""
         for piece in self.pieces.wanted(layer, cast(Ran, run), rows) if self._works else ():
-            free = free_now()
-            graph = self._graph(parts[piece.part])
+            graph = self._kept(layer, piece, parts[piece.part])
             if graph is None:
                 return
-            self.pieces.add(layer, piece, graph, max(0, free - free_now()))
             self.core.add_graph(layer.layer, layer.generation, *piece[1:], graph[1])
+
+    def capture_like(self, layer: ServedLayer, generation: int) -> bool:
+        missing = self.pieces.like(layer, generation) if self._works and layer.capturable else []
+        if not missing:
+            return False
+        piece = missing[0]
+        rows = _Rows(self._batch_slots[piece.batch_slot], layer, piece.rows, piece.top_k, bool(piece.last))
+        try:
+            with torch.cuda.stream(self.streams[0]):
+                rows.warm()
+                return self._kept(layer, piece, rows.parts()[piece.part]) is not None
+        except RuntimeError as e:  # for want of memory, say: its batches are launched one by one until there is some
+            log.warning("layer %d: no CUDA graph of %d rows before it is served: %s", layer.layer, piece.rows, e)
+            return False
+
+    def graphs(self, generation: int) -> list[tuple[int, ...]]:
+        return [(*piece[1:], graph[1]) for piece, graph in self.pieces.of(generation).items()]
+
+    def _kept(self, layer: ServedLayer, piece: Piece, body: Callable[[], None]) -> tuple[Any, int] | None:
+        """See _graph(); it is kept."""
+        free = free_now()
+        graph = self._graph(body)
+        if graph is not None:
+            self.pieces.add(layer, piece, graph, max(0, free - free_now()))
+        return graph
 
     def _graph(self, body: Callable[[], None]) -> tuple[Any, int] | None:
         """(torch's graph, the driver's executable) of body(); None: it cannot be captured, nor anything from now on."""

@@ -178,15 +178,26 @@ class Engine(Worker):
         now = self.holding
         holding = Holding(layers, version, Holding(now.values(), now.version) if keep else None)
         self.between(lambda: self._reserve(holding))
+        new = [s for s in holding.values() if now.get(s.layer) is not s]
+        graphs = {s.generation: self._graphs_of(s, now.get(s.layer)) for s in new}
         with self._lock:
             before, self.holding = self.holding, holding
-        for served in holding.values():
-            if before.get(served.layer) is not served:
-                self._layers.add(served, version, keep)
+        for served in new:
+            self._layers.add(served, version, keep)
+            for graph in graphs[served.generation]:
+                self._core.add_graph(served.layer, served.generation, *graph)
         for number in set(before) - set(holding):
             self._core.remove_layer(number)
         if not keep and before.before is not None:
             self._core.drop_kept()
+
+    def _graphs_of(self, new: ServedLayer, old: ServedLayer | None) -> list[tuple[int, ...]]:
+        """CUDA graphs of a layer before it is served: of the sizes that the layer before it has.  One after another,
+        since callers wait for each."""
+        if old is not None:
+            while self.between(lambda: self._executor.capture_like(new, old.generation)):
+                pass
+        return self.between(lambda: self._executor.graphs(new.generation))
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.

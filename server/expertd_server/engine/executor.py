@@ -91,6 +91,15 @@ class Executor(Protocol):
         say."""
         ...
 
+    def capture_like(self, layer: ServedLayer, generation: int) -> bool:
+        """Capture the next graph that the layer of this generation has and `layer`, which is to replace it, has not.
+        False: there is none.  While no batch is under way."""
+        ...
+
+    def graphs(self, generation: int) -> list[tuple[int, ...]]:
+        """Those of a layer, as Core.add_graph takes them after its generation."""
+        ...
+
     def fault(self) -> str:
         """Why the device is lost to this process, "" where it is not."""
         ...
@@ -171,6 +180,12 @@ class CpuExecutor:
         if compute(call, M, again, f"layer {layer.layer}, {M} tokens"):
             self.trouble("split")
         return time.perf_counter_ns() - start
+
+    def capture_like(self, layer: ServedLayer, generation: int) -> bool:
+        return False
+
+    def graphs(self, generation: int) -> list[tuple[int, ...]]:
+        return []
 
     def fault(self) -> str:
         return ""

@@ -102,6 +102,15 @@ class Pieces:
             pieces.append(Piece(own, c.WHOLE, batch_slot, rows, k, flag))
         return [p for p in pieces if p not in self._kept]
 
+    def like(self, layer: ServedLayer, generation: int) -> list[Piece]:
+        """What the layer of this generation has and `layer`, of the same sizes, has not."""
+        own = [p._replace(generation=layer.generation) for p in self._kept if p.generation == generation]
+        return [p for p in own if p not in self._kept and (self._counted(layer, p) or not self.full)]
+
+    def of(self, generation: int) -> dict[Piece, Any]:
+        """The graphs of a layer."""
+        return {p: graph for p, graph in self._kept.items() if p.generation == generation}
+
     def add(self, layer: ServedLayer, piece: Piece, graph: Any, nbytes: int) -> None:
         """It was captured, and took so much of the device's memory."""
         self._kept[piece], self._nbytes[piece] = graph, nbytes

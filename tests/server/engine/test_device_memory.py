@@ -1,6 +1,8 @@
 """What executors hold of an accelerator: where outputs lie, and when memory is made anew.  The device is this machine's
 memory; what runs on a GPU is in tests/gpu."""
 
+import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from expertd_server.engine import device as module
 from expertd_server.engine import plain as plain_module
 from expertd_server.engine.device import DeviceExecutor
 from expertd_server.engine.executors import executor_of
-from expertd_server.engine.pieces import Pieces
+from expertd_server.engine.pieces import Piece, Pieces
 from expertd_server.engine.plain import PlainExecutor
 from expertd_server.engine.served import ServedLayer
 from expertd_server.engine.sizes import batch_slot_bytes, batch_slot_routes
@@ -82,6 +84,58 @@ def test_codes_and_scales_have_room_for_the_widest_layer_that_takes_them(executo
     executor.reserve(100, [layer(True, hidden=512, coded=True)])
     assert executor._batch_slots[0].codes.numel() == 128 * 512
     assert executor.destroyed == [77], "graphs hold addresses"
+
+
+class Routes:
+    """Experts that note which slots they are called for; fails: as where memory ran out."""
+
+    backend = "b"
+
+    def __init__(self, fails=False):
+        self.fails, self.called = fails, []
+
+    def __call__(self, x, slots, weights, *, router_weight_on_input=False, out=None):
+        if self.fails:
+            raise torch.OutOfMemoryError("out of memory")
+        self.called.append((len(x), slots.unique().tolist()))
+
+
+@pytest.fixture
+def captures(executor, monkeypatch):
+    """(old, new) layers; what is captured is noted instead.  The old one has graphs of 4 and 16 rows."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(module, "free_now", lambda: 0)
+    executor.streams, executor._works, executor.captured = (None,), True, []
+    executor._graph = lambda body: executor.captured.append(body) or ("graph", 70 + len(executor.captured))
+
+    def made(fails=False):
+        old, new = (replace(layer(True, Routes(bad)), capturable=True) for bad in (False, fails))
+        executor.reserve(16, [old])
+        for rows in (4, 16):
+            executor.pieces.add(old, Piece(old.generation, c.EXPERTS, 0, rows, K, 0), ("graph", rows), 0)
+        return old, new
+
+    return made
+
+
+def test_a_new_layer_gets_the_graphs_of_the_one_that_it_replaces_one_after_another(executor, captures):
+    old, new = captures()
+    executor._batch_slots[0].slots.fill_(E + 5)
+    assert [executor.capture_like(new, old.generation) for _ in range(3)] == [True, True, False]
+    assert new.experts.called == [(4, [-1]), (16, [-1])], "called before, for no route, whatever a batch has left"
+    assert executor.graphs(new.generation) == [(c.EXPERTS, 0, 4, K, 0, 71), (c.EXPERTS, 0, 16, K, 0, 72)]
+    for body in executor.captured:
+        body()
+    assert [rows for rows, _ in new.experts.called[2:]] == [4, 16]
+    assert len(executor.graphs(old.generation)) == 2
+
+
+def test_a_new_layer_without_memory_for_graphs_goes_without(executor, captures, caplog):
+    old, new = captures(fails=True)
+    assert not executor.capture_like(new, old.generation)
+    assert "no CUDA graph of 4 rows before it is served" in caplog.text
+    assert executor.graphs(new.generation) == []
+    assert executor._works, "others are captured as before"
 
 
 class E4m3:

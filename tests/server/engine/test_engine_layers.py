@@ -152,3 +152,48 @@ def test_whoever_waits_for_work_between_batches_is_not_forgotten_when_the_engine
     work.join(20)
     assert done == ["done"]
     s.caller.wait(0, 1)
+
+
+def test_a_new_layer_brings_graphs_of_the_sizes_that_the_one_before_has(make):
+    """They are captured one at a time before it is served, and the core has them with it."""
+    s = make()
+    core, executor, seen = s.engine._core, s.engine._executor, []
+    missing = {0: 2, 3: 0}
+
+    def capture_like(new, generation):
+        assert s.engine.holding[new.layer].generation == generation, "the new one is not served yet"
+        if not missing[new.layer]:
+            return False
+        missing[new.layer] -= 1
+        seen.append(f"captured for {new.layer}")
+        return True
+
+    executor.capture_like = capture_like
+    executor.graphs = lambda generation: [(0, 0, 4, 2, 0, 77)] if seen else []
+    s.engine._core = Recorded(core, seen)
+    try:
+        old = s.engine.holding[0]
+        new = served(0, FakeExperts())
+        s.engine.hold([new, served(5, FakeExperts())], keep=True)
+    finally:
+        s.engine._core = core
+    assert seen == [
+        "captured for 0",
+        "captured for 0",
+        ("graph", 0, new.generation, 0, 0, 4, 2, 0, 77),
+        ("graph", 5, s.engine.holding[5].generation, 0, 0, 4, 2, 0, 77),
+    ]
+    assert old.generation != new.generation
+
+
+class Recorded:
+    """A core that notes the graphs that it is given."""
+
+    def __init__(self, core, seen):
+        self._core, self._seen = core, seen
+
+    def __getattr__(self, name):
+        return getattr(self._core, name)
+
+    def add_graph(self, *graph):
+        self._seen.append(("graph", *graph))

@@ -98,14 +98,17 @@ class Waits(Experts):
         return super().__call__(x, ids, weights, **more)
 
 
+def served(experts: Experts) -> ServedLayer:
+    plan = ((22, "simple"), (None, "large"))
+    return ServedLayer(0, E, range(E), K, H, 32, experts, "simple+large", capturable=True, plan=plan)
+
+
 class Setup:
     """An engine with one capturable layer; ask(tokens, seed) answers and checks one request."""
 
     def __init__(self, device: str, experts: Experts) -> None:
         self.experts = experts
-        plan = ((22, "simple"), (None, "large"))
-        layer = ServedLayer(0, E, range(E), K, H, 32, experts, "simple+large", capturable=True, plan=plan)
-        self.layer = layer
+        self.layer = layer = served(experts)
         self.engine = Engine(torch.device(device), compute_dtype="f32", policy=Policy(1024))
         self.engine.hold([layer])
         self.engine.start()
@@ -184,6 +187,22 @@ def test_graphs_are_captured_again_after_all_were_dropped(on_gpu, caplog):
         assert len(s.experts.sizes) == calls, "replayed"
         s.engine.without_graphs(torch.cuda.empty_cache)
     assert "could not be captured" not in caplog.text
+
+
+def test_a_layer_that_replaces_another_is_replayed_from_its_first_batch_on(on_gpu, caplog):
+    s = on_gpu(Experts())
+    for n in range(60):
+        s.ask((1, 3, 8, 40)[n % 4], seed=n)
+    for version in (2, 3):
+        s.experts = Experts()
+        s.layer = served(s.experts)
+        s.engine.hold([s.layer], version, keep=True)
+        called = len(s.experts.sizes)
+        assert called > 0, "its graphs were captured"
+        for n in range(20):
+            s.ask((1, 3, 8, 40)[n % 4], seed=100 + n)
+        assert len(s.experts.sizes) == called, "replayed"
+    assert "graph" not in caplog.text
 
 
 def test_experts_that_wait_are_called_as_before(on_gpu, caplog):

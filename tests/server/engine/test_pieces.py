@@ -136,3 +136,24 @@ def test_the_parts_are_those_of_the_core():
         c.DELIVER: (0, 1, 128, 0, 2048),
         c.COLLECT_ROUTES: (0, 1, 128, 8, 2048),
     }
+
+
+def test_a_layer_that_replaces_another_is_to_have_its_graphs():
+    pieces, old, new = Pieces(), layer(), layer()
+    for rows in (1, 16):
+        for _ in range(2):
+            came(pieces, old, rows=rows)
+    wanted = pieces.like(new, old.generation)
+    assert {(p.part, p.rows) for p in wanted} == {(c.WHOLE, 1), (c.EXPERTS, 1), (c.EXPERTS, 16)}
+    assert {p.generation for p in wanted} == {new.generation}
+    pieces.add(new, wanted[0], "graph", 100)
+    assert pieces.like(new, old.generation) == wanted[1:]
+    assert pieces.of(new.generation) == {wanted[0]: "graph"}
+
+
+def test_graphs_that_the_plan_does_not_count_are_not_made_for_a_new_layer_beyond_their_bound():
+    pieces, old, new = Pieces(most_others=2), layer(), layer()
+    for _ in range(2):
+        came(pieces, old, top_k=3)
+    assert pieces.full
+    assert pieces.like(new, old.generation) == []
