@@ -168,14 +168,12 @@ BACKENDS: tuple[Backend, ...] = (
                 zeros=True,
                 activations=frozenset({ActivationQuant.E4M3_TOKEN, ActivationQuant.E4M3_GROUP128}),
                 devices=_E4M3_DOTS,
-                ran=False,
             ),
             SchemeSupport(
                 Element.INT4,
                 groups=_GROUPS,
                 zeros=True,
                 activations=frozenset({ActivationQuant.INT8_TOKEN}),
-                ran=False,
             ),
             SchemeSupport(
                 Element.E2M1,
