@@ -121,6 +121,6 @@ def test_a_backend_that_ran_names_its_measurements_and_they_name_it():
 def test_what_is_said_of_lines_that_did_not_run():
     by_name = {b.name: b for b in BACKENDS}
     assert by_name["marlin"].hardware == "int4, int8, e2m1 run on SM90. All else not run on hardware"
-    said = by_name["triton_w4a8"].hardware
-    assert said.startswith("int4, e2m1 run on SM90 (not int4 with zero points on e4m3_group128 or e4m3_token, int4")
-    assert said.endswith("int8_token). All else not run on hardware")
+    said = by_name["flashinfer_cutlass"].hardware
+    assert said.startswith("e2m1, e4m3, bf16 run on SM90 (not e2m1 on mxfp8, e4m3 on mxfp8, e2m1 on nvfp4")
+    assert said.endswith("). All else not run on hardware")
