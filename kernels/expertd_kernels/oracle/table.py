@@ -307,7 +307,7 @@ BACKENDS: tuple[Backend, ...] = (
         mixed_schemes=False,
         deterministic=False,
         ran=_SM90,
-        measured=(_RESULTS + "numerics_h200.md",),
+        measured=(_RESULTS + "numerics_h200.md", _RESULTS + "flashinfer_h200.md"),
     ),
     Backend(
         name="deepgemm",
