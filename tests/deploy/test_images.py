@@ -185,7 +185,9 @@ def test_the_commented_lines_name_what_the_units_own_user_can_read_and_keep(tmp_
     file.write_text(uncommented(written, "tls-|callers|admin-listen|held"))
     assert setting("DynamicUser") == "yes"
     config = read(setting("ExecStart").replace("/etc/expertd", str(tmp_path)).split(), monkeypatch)
-    lent = dict(re.findall(r"^LoadCredential=(\S+):(/etc/expertd/\S+)$", uncommented(UNIT, "LoadCredential"), re.MULTILINE))
+    lent = dict(
+        re.findall(r"^LoadCredential=(\S+):(/etc/expertd/\S+)$", uncommented(UNIT, "LoadCredential"), re.MULTILINE)
+    )
     assert {Path(path).name for path in lent.values()} == set(lent)
     asked = {config.tls_cert, config.tls_key, config.callers}
     assert {str(path) for path in asked} == {f"/run/credentials/expertd.service/{name}" for name in lent}
