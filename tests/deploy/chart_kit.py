@@ -1,48 +1,27 @@
-"""The chart as Helm renders it, in a process of its own: helm-python-sdk carries Helm's library, not its command."""
+"""The chart as Helm renders it, by deploy/helm/render.py."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import render
+from render import CHART
+
+__all__ = ["CHART", "NEEDED", "ROOT", "helm", "objects"]
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "deploy" / "helm" / "expertd"
-PACKAGES = ("helm_python", "kubernetes_validate", "yaml")
 NEEDED = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, PACKAGES)),
+    not all(map(importlib.util.find_spec, (*render.PACKAGES, "kubernetes_validate"))),
     reason="helm-python-sdk, kubernetes-validate and PyYAML are not installed: `make test` installs the extra `deploy`",
 )
-_RENDER = """
-import json, sys
-import helm_python as helm
-chart, values, release = json.load(sys.stdin)
-try:
-    with helm.Chart.load(chart) as c:
-        c.validate_schema(values)
-        print(json.dumps({"files": c.render(values, name=release, namespace="prod"), "lint": helm.lint(chart)}))
-except helm.HelmError as e:
-    print(json.dumps({"error": str(e)}))
-"""
 
 
 def helm(values: dict[str, Any], release: str = "demo") -> dict[str, Any]:
     """{"files": {name: text}, "lint": findings} or {"error": what Helm said}."""
-    done = subprocess.run(
-        [sys.executable, "-c", _RENDER],
-        input=json.dumps([str(CHART), values, release]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return render.helm(values, release, "prod")
 
 
 def objects(values: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:

@@ -300,8 +300,10 @@ def test_what_is_held_is_changed_by_its_own_callers_on_its_own_port(tmp_path, mo
     assert {str(config.held.parent)} == kept
     assert [v["metadata"]["name"] for v in s["spec"]["volumeClaimTemplates"]] == ["cache"]
     policy = rendered["NetworkPolicy", "demo-expertd"]
-    (client,), (admin,) = wanted["networkPolicy"]["clients"], wanted["networkPolicy"]["admins"]
-    assert ports_for(policy, client) == {"grpc", "tcp", "metrics"}
+    (client, tester), (admin,) = wanted["networkPolicy"]["clients"], wanted["networkPolicy"]["admins"]
+    (test,) = (o for (kind, _), o in rendered.items() if kind == "Pod")
+    assert tester["podSelector"]["matchLabels"].items() <= test["metadata"]["labels"].items(), "`helm test` can pass"
+    assert ports_for(policy, client) == ports_for(policy, tester) == {"grpc", "tcp", "metrics"}
     assert ports_for(policy, admin) == {"grpc", "admin", "metrics"}
     assert ports_for(policy, {"podSelector": {}}) == {"metrics"}
     wanted["networkPolicy"]["scrapers"] = [{"podSelector": {"matchLabels": {"app": "prometheus"}}}]

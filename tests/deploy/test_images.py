@@ -173,6 +173,27 @@ def test_the_unit_starts_a_server_that_understands_its_file(monkeypatch):
     read(shlex.split(re.search(r"\S+expertctl [^;&]*", setting("ExecStartPost"))[0]), monkeypatch)
 
 
+def uncommented(text, pattern):
+    """The text with the lines that an operator would take out of comments."""
+    return re.sub(rf"^# (?=(?:{pattern}))", "", text, flags=re.MULTILINE)
+
+
+def test_the_commented_lines_name_what_the_units_own_user_can_read_and_keep(tmp_path, monkeypatch):
+    """DynamicUser: no file of mode 0600 of root, and only folders that systemd makes for it."""
+    written = (ROOT / "deploy/systemd/expertd.toml").read_text()
+    file = tmp_path / "expertd.toml"
+    file.write_text(uncommented(written, "tls-|callers|admin-listen|held"))
+    assert setting("DynamicUser") == "yes"
+    config = read(setting("ExecStart").replace("/etc/expertd", str(tmp_path)).split(), monkeypatch)
+    lent = dict(
+        re.findall(r"^LoadCredential=(\S+):(/etc/expertd/\S+)$", uncommented(UNIT, "LoadCredential"), re.MULTILINE)
+    )
+    assert {Path(path).name for path in lent.values()} == set(lent)
+    asked = {config.tls_cert, config.tls_key, config.callers}
+    assert {str(path) for path in asked} == {f"/run/credentials/expertd.service/{name}" for name in lent}
+    assert str(config.held.parent) == "/var/lib/" + setting("StateDirectory")
+
+
 def test_systemd_starts_again_what_may_succeed_alone():
     """A lost GPU and a port that is taken, not a wrong option."""
     prevented = setting("RestartPreventExitStatus").split()
@@ -202,7 +223,7 @@ def test_systemd_reads_the_unit(tmp_path):
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not on this machine")
     unit = tmp_path / "expertd.service"
-    unit.write_text(UNIT.replace("/opt/expertd/bin/expertd", "/bin/true"))
+    unit.write_text(uncommented(UNIT, "LoadCredential").replace("/opt/expertd/bin/expertd", "/bin/true"))
     done = subprocess.run(
         ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60, check=False
     )

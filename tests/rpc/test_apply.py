@@ -209,6 +209,11 @@ def test_the_command(hosts, tmp_path, capsys):
     assert main(["apply", str(path), "--settle", "0.05"]) == 0
     assert "2 experts moved; epoch 5 is in effect" in capsys.readouterr().out
     assert held(hosts)[hosts[0].address][0] == (0, 1, 2, 3, 4)
+    assert main(["apply", str(path), "--settle", "0.05", "--abort"]) == 0
+    assert "no prepared change was there to be discarded\n0 experts moved" in capsys.readouterr().out
+    hosts[0]._changes.prepare("somebody's", {0: range(6)}).ended.wait(20)
+    assert main(["apply", str(path), "--settle", "0.05", "--abort"]) == 0
+    assert f"a prepared change was discarded at {hosts[0].address}\n0 experts moved" in capsys.readouterr().out
     path.write_text(placed(hosts, "0-4", "6-7", "").to_json())
     assert main(["apply", str(path)]) == 2
     assert "nobody holds layers 0-1: experts 5" in capsys.readouterr().err

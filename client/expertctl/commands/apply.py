@@ -93,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
                 bar.stop()
                 print(f"expertctl apply: {error}", file=sys.stderr)
                 return 1
+    if args.abort:
+        where = f" at {', '.join(mover.aborted)}" if mover.aborted else ""
+        out.print(f"{'a prepared change was' if where else 'no prepared change was there to be'} discarded{where}")
     out.print(f"{moved:,} experts moved; epoch {then.epoch} is in effect")
     return 0
 

@@ -21,6 +21,7 @@ from expertd.common.tables import VerdictRow, console, print_table, print_verdic
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE, Session
+from expertd_client.transports.admin import admin_address
 
 __all__ = ["add_parser", "run"]
 
@@ -74,7 +75,7 @@ def show(out: Console, address: str, d: pb.DescribeResponse, session: Session) -
     if d.placement_epoch:
         facts["placement"] = f"epoch {d.placement_epoch}"
     if d.admin_address:
-        facts["admin"] = f"experts and weights can be changed at {d.admin_address}"
+        facts["admin"] = f"experts and weights can be changed at {admin_address(address, d)}"
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
         grid.add_row(name, Text(value))

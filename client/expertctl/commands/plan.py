@@ -198,7 +198,8 @@ def _loads(args: argparse.Namespace, current: Placement | None, counted: Mapping
         assert current is not None
         loads = observe.loads_of(counted.values(), current.num_experts)
         if not any(row.any() for row in loads.values()):
-            raise PlacementError.about("load", got="none that any server counted", want="some", remedy="wait for calls")
+            remedy = "wait for calls" if args.window is None else "send calls during --window, or leave it out"
+            raise PlacementError.about("load", got="none that any server counted", want="some", remedy=remedy)
     if args.record is not None:
         args.record.write_text(json.dumps({n: row.tolist() for n, row in loads.items()}), encoding="utf-8")
     return loads

@@ -89,6 +89,8 @@ class Rebalancer:
         self._stack = ExitStack()
         self._pool = self._stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
         self._admins: dict[str, Admin] = {}
+        self.aborted: list[str] = []
+        """Addresses where run() discarded what others had prepared."""
         for address, answer in described.items():
             admin = Admin(address, admin_address(address, answer), credentials)
             self._admins[address] = admin
@@ -149,10 +151,11 @@ class Rebalancer:
     def _clear(self) -> None:
         """Lets go of what others have prepared, if that is wanted."""
         if self._options.abort:
-            for admin in self._admins.values():
+            for address, admin in self._admins.items():
                 status = admin.status()
                 if status.change:
                     admin.abort(status.change)
+                    self.aborted.append(address)
 
     def _do(self, step: Step, then: Placement, progress: Progress, which: str) -> None:
         """Raises ExpertdError; then some servers may hold more than before, and nobody less."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -40,6 +41,13 @@ class MainWait:
     def wait(self) -> None:
         """Until one ring() or signal that no wait() has taken."""
         os.read(self._read, 1)
+
+    @property
+    def rung(self) -> bool:
+        """Whether wait() would return at once."""
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Signals wake what they woke before."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 from expertd.common.ranges import format_ranges
+from expertd_kernels.oracle.devices import named_device
 from expertd_server.boot.assignment import Assignment, BootError, WrongOptionError
 from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.sizes import (
@@ -180,12 +181,18 @@ def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> Memor
 
 def site_config(config: ServeConfig, name: str) -> ServeConfig:
     """As of a server with the device `name` alone, with its part of --memory-limit."""
-    kinds = {n.partition(":")[0] for n in config.devices}
-    limited = name.partition(":")[0] != "cpu" or kinds == {"cpu"}
+    limited = not _is_cpu(name) or all(map(_is_cpu, config.devices))
     shared = config.shm_memory if name == config.devices[0] else 0
     limit = config.memory_limit if limited else 0
     alone = replace(config, device=name, split=None, routing_stats=None, move_rate=0, test_part_us=None)
     return replace(alone, memory_limit=limit, shm_memory=shared)
+
+
+def _is_cpu(name: str) -> bool:
+    """Of a device of this machine, or of a product that `expertd explain` is asked about."""
+    kind = name.partition(":")[0]
+    named = named_device(kind)
+    return kind == "cpu" or (named is not None and named.kind == "cpu")
 
 
 def by_site(

@@ -11,13 +11,21 @@ from expertd_server.config.resolve import add_flags, resolve
 from expertd_server.config.serve import ConfigError, ServeConfig
 
 if TYPE_CHECKING:
-    from expertd_kernels.common.problem import Device
+    from collections.abc import Mapping, Sequence
+
+    from expertd_kernels.common.problem import Device, Package
     from expertd_kernels.sources.source import ExpertSource
     from expertd_server.boot.assignment import Assignment
+    from expertd_server.boot.joint import Place
+    from expertd_server.boot.memory import MemoryPlan
 
 __all__ = ["add_parser", "run"]
 
 _NOT_HERE = "--oracle measure needs a device of this machine and its installed packages; the table has the rules alone"
+
+_ELSEWHERE = (
+    "assumed: room for everything within --memory-limit, which bounds accelerators: not all devices are on this machine"
+)
 
 _OPTIONS = (
     "checkpoint", "synthetic", "layer_template", "quantize", "layers", "experts", "shard", "backend", "compute_dtype",
@@ -40,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
         "--device",
         metavar="NAME",
         help="device of this machine (auto, cpu, cuda[:N], rocm[:N], xpu[:N]), or any other: a product (h100, mi300x,"
-        " b580), an architecture (sm100, gfx950) or a kind (cuda); several of this machine share layers (cuda:0,cpu)",
+        " b580), an architecture (sm100, gfx950) or a kind (cuda); several share layers (cuda:0,cpu or h100,cpu)",
     )
     parser.add_argument(
         "--packages",
@@ -52,76 +60,79 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from expertd.common.tables import print_sentence
-    from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
-    from expertd_kernels.oracle.table import BACKENDS
-    from expertd_server.boot.assignment import BootError, assign_layers, open_source, resolve_device
-    from expertd_server.boot.memory import free_bytes, memory_json, memory_text, plan_memory
-    from expertd_server.views.render import decisions_json, print_decisions
+    from expertd_server.boot.assignment import BootError
 
     try:
         config = resolve(args)
-        if config.joins:
-            return _run_joint(config, args)
-        device, here = _device(config.device)
-        assumed = (args.packages or ("installed" if here else "assumed")) == "assumed"
-        if assumed:
-            packages = assumed_packages(BACKENDS)
-        else:
-            packages = packages_for(device, BACKENDS, config.cache) if here else installed_packages(BACKENDS)
-        source = open_source(config)
-        assignments = assign_layers(config, source, device, packages)
-        if config.oracle == "measure":
-            if assumed or not here:
-                print(f"expertd explain: nothing was measured: {_NOT_HERE}", file=sys.stderr)
-            else:
-                assignments = _measured(config, source, assignments)
+        return _run_joint(config, args) if config.joins else _run_alone(config, args)
     except (ConfigError, BootError) as e:
         print(f"expertd explain: {e}", file=sys.stderr)
         return 2 if isinstance(e, ConfigError) else e.exit_code
+
+
+def _run_alone(config: ServeConfig, args: argparse.Namespace) -> int:
+    """Of one device.  Raises BootError."""
+    from rich.console import Console
+
+    from expertd.common.tables import print_sentence
+    from expertd_server.boot.assignment import assign_layers, open_source, resolve_device
+    from expertd_server.boot.memory import free_bytes, memory_json, memory_text, plan_memory
+    from expertd_server.views.render import decisions_json, print_decisions
+
+    device, here = _device(config.device)
+    assumed = (args.packages or ("installed" if here else "assumed")) == "assumed"
+    source = open_source(config)
+    assignments = assign_layers(config, source, device, _packages(config, device, here, assumed))
+    if config.oracle == "measure":
+        if assumed or not here:
+            print(f"expertd explain: nothing was measured: {_NOT_HERE}", file=sys.stderr)
+        else:
+            assignments = _measured(config, source, assignments)
     memory = plan_memory(config, assignments)
     free = free_bytes(resolve_device(config.device)[1]) if here else 0
+    refusal = _refusal(memory, config, assignments, free)
     if args.json:
         premises = {"packages": "assumed" if assumed else "installed", "memory": memory_json(memory, free)}
-        print(json.dumps({**premises, **decisions_json(assignments)}, indent=2))
+        print(json.dumps({**premises, "does_not_fit": refusal, **decisions_json(assignments)}, indent=2))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 120)
-    for line in _premises(config.device, device, here, assumed):
+    for line in _premises([(config.device, device, here)], assumed):
         print_sentence(console, line)
     print_decisions(console, assignments, every_row=args.all)
-    for line in memory_text(memory, free):
+    for line in [*memory_text(memory, free), *_fitting(refusal)]:
         print_sentence(console, line)
     return 0
 
 
 def _run_joint(config: ServeConfig, args: argparse.Namespace) -> int:
-    """Of devices that share layers, all of this machine.  Raises BootError."""
+    """Of devices that share layers.  Raises BootError."""
     from rich.console import Console
 
     from expertd.common.tables import print_sentence
-    from expertd_server.boot.assignment import WrongOptionError, open_source
-    from expertd_server.boot.joint import JointAssigner, resolve_places
+    from expertd_server.boot.assignment import open_source
+    from expertd_server.boot.joint import JointAssigner
     from expertd_server.boot.memory import by_site, free_bytes, memory_json, memory_text, plan_memory
     from expertd_server.views.render import decisions_json, print_decisions
 
-    if args.packages == "assumed":
-        raise WrongOptionError(
-            "--packages assumed: got it with several devices, want installed: they are of this machine"
-        )
-    places = resolve_places(config)
-    assigner = JointAssigner(config, open_source(config), places)
-    assigner.settle([free_bytes(p.device) for p in places])
+    places, here = _places(config)
+    assumed = (args.packages or ("installed" if here else "assumed")) == "assumed"
+    packages = [_packages(config, p.kind, here, assumed) for p in places]
+    assigner = JointAssigner(config, open_source(config), places, packages)
+    free = {p.name: free_bytes(p.device) if here else 0 for p in places}
+    assigner.settle([free[p.name] for p in places])
     assignments = assigner.all()
     parts = [part for a in assignments for part in a.each]
-    free = {p.name: free_bytes(p.device) for p in places}
     plans = [(name, plan_memory(own, these)) for name, own, these in by_site(config, assignments)]
     if args.json:
-        premises = {"packages": "installed", "memory": {name: memory_json(plan, free[name]) for name, plan in plans}}
+        memory = {name: memory_json(plan, free[name]) for name, plan in plans}
+        premises = {"packages": "assumed" if assumed else "installed", "memory": memory}
         print(json.dumps({**premises, "experts": assigner.shares_text(), **decisions_json(parts)}, indent=2))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 120)
+    for line in _premises([(p.name, p.kind, here) for p in places], assumed):
+        print_sentence(console, line)
+    if not here:
+        print_sentence(console, _ELSEWHERE)
     print_sentence(console, f"experts of each layer: {assigner.shares_text()}")
     print_decisions(console, parts, every_row=args.all)
     for name, plan in plans:
@@ -130,17 +141,62 @@ def _run_joint(config: ServeConfig, args: argparse.Namespace) -> int:
     return 0
 
 
+def _packages(config: ServeConfig, device: Device, here: bool, assumed: bool) -> Mapping[str, Package]:
+    """By which the backends are judged.  here: whether the device is of this machine."""
+    from expertd_kernels.oracle.probe import assumed_packages, installed_packages, packages_for
+    from expertd_kernels.oracle.table import BACKENDS
+
+    if assumed:
+        return assumed_packages(BACKENDS)
+    return packages_for(device, BACKENDS, config.cache) if here else installed_packages(BACKENDS)
+
+
+def _refusal(plan: MemoryPlan, config: ServeConfig, assignments: list[Assignment], free: int) -> str | None:
+    """Why `expertd serve` would not start for want of memory, and what would fit; None: the plan fits, as far as is
+    known."""
+    from expertd_server.boot.assignment import BootError
+    from expertd_server.boot.memory import require_room
+
+    try:
+        require_room(plan, config, assignments, free)
+    except BootError as e:
+        return str(e)
+    return None
+
+
+def _fitting(refusal: str | None) -> list[str]:
+    return [f"does not fit, expertd serve would not start: {refusal}"] if refusal else []
+
+
+def _places(config: ServeConfig) -> tuple[list[Place], bool]:
+    """The devices that share layers, and whether all of them are of this machine: only then is their memory known.
+    Raises BootError."""
+    import torch
+
+    from expertd_server.boot.joint import Place, resolve_places
+
+    found = [(name, *_device(name)) for name in config.devices]
+    if all(here for _, _, here in found):
+        return resolve_places(config), True
+    return [
+        Place(name, kind, torch.device("cuda" if kind.kind == "rocm" else kind.kind, site))
+        for site, (name, kind, _) in enumerate(found)
+    ], False
+
+
 def _device(name: str) -> tuple[Device, bool]:
-    """The device of that name, and whether it is on this machine.  Raises BootError."""
+    """The device of that name, and whether it is on this machine.  A number (cuda:0, h100:1) tells devices that share
+    layers apart.  Raises BootError."""
     from expertd_kernels.common.problem import NAMED_DEVICES
     from expertd_kernels.oracle.devices import KINDS, named_device
     from expertd_server.boot.assignment import BootError, WrongOptionError, resolve_device
 
-    named = named_device(name)
-    if named is not None and name not in KINDS:
+    kind, _, number = name.partition(":")
+    named = named_device(kind) if number.isdigit() or kind == name else None
+    if named is not None and kind not in KINDS:
         return named, False
     try:
-        return resolve_device(name)[0], True
+        return resolve_device("cpu" if kind == "cpu" else name)[0], True  # memory nodes: resolve_places()
     except BootError as e:
         if named is not None:
             return named, False
@@ -150,8 +206,9 @@ def _device(name: str) -> tuple[Device, bool]:
         ) from e
 
 
-def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str]:
-    """What the tables rest on, where that is not this machine as it is."""
+def _premises(devices: Sequence[tuple[str, Device, bool]], assumed: bool) -> list[str]:
+    """What the tables rest on, where that is not this machine as it is.  devices: (name asked for, device, whether it
+    is on this machine)."""
     from expertd_kernels.oracle.devices import KINDS
 
     out = []
@@ -160,8 +217,11 @@ def _premises(asked: str, device: Device, here: bool, assumed: bool) -> list[str
             "assumed: all packages are installed, at suitable versions (--packages installed uses those of this"
             " machine)"
         )
-    if not here and asked in KINDS:
-        out.append(f"this machine has no {asked} device: the table is for {device.arch}")
+    out += [
+        f"this machine has no {name} device: the table is for {device.arch}"
+        for name, device, here in devices
+        if not here and name.partition(":")[0] in KINDS
+    ]
     return out
 
 

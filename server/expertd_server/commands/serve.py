@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 LOST = 3
 """Exit code: the device, or the weights, are lost to the process; another one can serve."""
 
+_STOPPED = "stopped while loading"
+
 _SWITCH_S = 0.0003
 """How long the event loop and the engine's thread may keep Python's lock from each other.  At Python's default of 5 ms
 a round trip of one token took 855 us, at 0.3 ms 690 us (median, gRPC stream over loopback, empty kernel, 16 cores)."""
@@ -65,6 +67,13 @@ def run(args: argparse.Namespace) -> int:
     logs.configure(config.log_level, config.log_format)
     for warning in unread(os.environ):
         log.warning("%s", warning)
+    # Before the imports below: a signal that has no handler ends the process with 143, and of a container's first
+    # process it is ignored.
+    with ended_by_signals() as waiting:
+        return _run(config, waiting)
+
+
+def _run(config: ServeConfig, waiting: MainWait) -> int:
     # torch and grpc take a second to import: only now, when the options are known to be good.
     import faulthandler
 
@@ -76,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     # kill -USR1 prints every thread's stack: what a server that hangs is doing.
     faulthandler.register(signal.SIGUSR1, file=2)
     try:
-        return serve(config, _console(config))
+        return serve(config, _console(config), waiting)
     except BootError as e:
         if config.log_format == "json":
             log.critical("%s", e)
@@ -97,25 +106,30 @@ def as_server() -> None:
     sys.setswitchinterval(_SWITCH_S)
 
 
-def serve(config: ServeConfig, console: Console) -> int:
-    """A Host until SIGTERM or SIGINT, on the main thread.  The exit code.  Raises BootError."""
+def serve(config: ServeConfig, console: Console, waiting: MainWait) -> int:
+    """A Host until waiting.wait() returns for a signal.  The exit code.  Raises BootError."""
     from expertd_server.boot.compiling import KernelsAhead
 
     kernels = KernelsAhead(config.device)  # which imports torch beside this process
     from expertd_server.host.host import Host
 
-    with ended_by_signals() as waiting:
-        host = Host(config, console, on_fault=waiting.ring, kernels=kernels)
-        host.loaded.add_done_callback(waiting.ring)
-        with contextlib.closing(host):
-            return _serve(host, waiting)
+    if waiting.rung:
+        kernels.close()
+        console.print(_STOPPED)
+        if config.log_format == "json":
+            log.info(_STOPPED)
+        return 0
+    host = Host(config, console, on_fault=waiting.ring, kernels=kernels)
+    host.loaded.add_done_callback(waiting.ring)
+    with contextlib.closing(host):
+        return _serve(host, waiting)
 
 
 def _serve(host: Host, waiting: MainWait) -> int:
     host.start()
     waiting.wait()
     if not host.loaded.done():
-        host.say("stopped while loading")
+        host.say(_STOPPED)
         return 0
     quiet_memory(host)
     host.ready()

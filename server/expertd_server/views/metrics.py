@@ -105,7 +105,8 @@ class Metrics:
         self._state.set(0)
         self._faults = Counter(
             "expertd_faults",
-            "Batches computed in halves for want of memory, batches that failed, ends of the computing.",
+            "Batches computed in halves for want of memory (split), batches that failed (failed), ends of the computing"
+            " (lost).",
             ("kind",),
             registry=r,
         )

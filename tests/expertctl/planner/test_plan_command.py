@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import json
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from expertctl.cli import main
+from expertctl.commands import plan
 from expertctl.planner import observe
 from expertctl.planner.observe import Counters, Machine
 from expertd.errors import PlacementError
@@ -161,3 +163,12 @@ def test_a_trace_may_be_an_array(folder, capsys):
 def test_without_a_load_nothing_is_planned(folder, capsys):
     assert main(["plan", "--offline", "--servers", str(folder / "servers.json")]) == 2
     assert "load: got none, want --trace FILE, or --metrics PORT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("window", "remedy"), [(None, "wait for calls"), (60.0, "send calls during --window, or leave it out")]
+)
+def test_no_load_says_what_to_do_about_it(window, remedy):
+    args = argparse.Namespace(trace=None, window=window, record=None)
+    with pytest.raises(PlacementError, match=f"none that any server counted, want some; {remedy}"):
+        plan._loads(args, Placement((), {0: 4}), {"a:1": Counters()})

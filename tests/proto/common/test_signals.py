@@ -82,3 +82,17 @@ def test_each_ring_lets_one_wait_return_and_none_is_heard_after_close():
 def test_another_thread_cannot_wait_for_signals(make):
     with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="main thread"):
         pool.submit(make).result()
+
+
+def test_a_signal_that_came_before_is_seen_without_waiting():
+    done = _run("""
+        import os, signal
+        from expertd.common.signals import ended_by_signals
+        with ended_by_signals() as waiting:
+            print(waiting.rung)
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(waiting.rung)
+            waiting.wait()
+            print(waiting.rung)
+    """)
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr

@@ -293,5 +293,58 @@ def test_devices_that_share_layers_are_told_with_what_each_holds(monkeypatch, ca
     found = json.loads(capsys.readouterr().out)
     assert [layer["held_experts"] for layer in found["layers"]] == [5, 3, 5, 3]
     assert set(found["memory"]) == {"cpu:0", "cpu:1"}
-    assert main([*shared, "--packages", "assumed"]) == 2
-    assert "--packages assumed" in capsys.readouterr().err
+    assert found["packages"] == "installed"
+    assert main([*shared, "--packages", "assumed"]) == 0
+    assert capsys.readouterr().out.startswith("assumed: all packages are installed")
+
+
+QWEN = ("explain", "--synthetic", "qwen3-30b-a3b:int4_g128")
+
+
+@pytest.mark.parametrize(
+    ("devices", "kinds"),
+    [
+        ("h100,cpu", ["cuda:sm90", "cpu:"]),
+        ("h100:0,h100:1,zen4", ["cuda:sm90", "cuda:sm90", "cpu:"]),
+        ("mi300x,graviton4", ["rocm:gfx942", "cpu:"]),
+    ],
+)
+def test_devices_that_share_layers_need_not_be_on_this_machine(capsys, devices, kinds):
+    limit = {2: "8GiB", 3: "3GiB"}[len(kinds)]
+    assert main([*QWEN, "--device", devices, "--memory-limit", limit, "--layers", "0-23", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = devices.split(",")
+    assert (found["packages"], list(found["memory"])) == ("assumed", names)
+    each = found["layers"][: len(names)]  # the parts of layer 0
+    assert all(layer["device"].startswith(kind) for layer, kind in zip(each, kinds, strict=True))
+    assert sum(layer["held_experts"] for layer in each) == 128
+    limits = [found["memory"][name]["limit"] for name in names]
+    assert all(limits[:-1])
+    assert limits[-1] == 0, "the host is not bounded by --memory-limit beside an accelerator"
+    assert all(found["memory"][name]["free"] == 0 for name in names), "the memory of this machine does not matter"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_devices_that_share_layers_say_what_is_assumed_of_them(capsys):
+    out = table(capsys, "--device", "cuda:0,cpu")
+    assert out.startswith("assumed: all packages are installed")
+    assert "this machine has no cuda:0 device: the table is for sm90\n" in out
+    assert "within --memory-limit, which bounds accelerators: not all devices are on this machine" in out
+    for wrong in ("h100:x,cpu", "zebra,cpu"):
+        assert main([*TINY, "--device", wrong]) == 2
+        assert "devices that need not be on this machine: cpu-portable" in capsys.readouterr().err
+
+
+def test_a_plan_that_does_not_fit_says_so_and_what_would(capsys):
+    asked = [*QWEN, "--device", "h100", "--memory-limit"]
+    assert main([*asked, "8GiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "does not fit, expertd serve would not start: loading takes 15." in out
+    assert "--memory-limit allows 8.00 GiB: the first 2" in out
+    assert "experts of each layer would fit (--shard 0/3)" in out
+    assert main([*asked, "8GiB", "--json"]) == 0
+    assert "--shard 0/3" in json.loads(capsys.readouterr().out)["does_not_fit"]
+    assert main([*asked, "16GiB"]) == 0
+    assert "does not fit" not in capsys.readouterr().out
+    assert main([*asked, "16GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["does_not_fit"] is None
