@@ -17,8 +17,8 @@ from waiting import until_inside
 
 from expertd.shm import layout
 from expertd.shm.client import Client
-from expertd.shm.in_flight import SessionEndedError
-from expertd.shm.layout import Completion, DeviceCalls, Submission
+from expertd.shm.in_flight import NoRoomError, SessionEndedError
+from expertd.shm.layout import Completion, DeviceCalls, Submission, Tensors
 from expertd.shm.library import LibraryMissingError, library
 from expertd.shm.region import Region, RegionError, peer_uid, supported
 
@@ -181,6 +181,18 @@ def test_no_more_requests_in_flight_than_entries(both):
     assert client.wait(tickets[0], Completion())
     client.release(tickets[0])
     assert client.submit(Submission(kind=layout.FORWARD)) != 0
+
+
+def test_a_request_that_finds_no_ticket_leaves_no_block(both):
+    _, client = both
+    values = C.create_string_buffer(64)
+    tensors = Tensors(hidden=C.addressof(values), hidden_bytes=64, out_bytes=64)
+    for _ in range(8):
+        client.send(Submission(kind=layout.FORWARD), tensors)
+    for _ in range(3):
+        with pytest.raises(NoRoomError, match="8 requests are in flight"):
+            client.send(Submission(kind=layout.FORWARD), tensors)
+    assert client.blocks == 8
 
 
 def test_a_server_that_takes_nothing_is_not_overrun(both):
