@@ -184,6 +184,21 @@ def spoils(client, released):
     return kept
 
 
+def test_a_part_that_finds_no_ticket_leaves_no_block_and_is_sent_again(start):
+    cluster = start(LOW, HIGH)
+    client = cluster._members.by_address["s1"].exchange._link.session_connection._client
+    asked = []
+    submit = C.CFUNCTYPE(C.c_uint64, C.c_void_p, C.c_void_p, C.c_int64, C.c_int)(lambda *_: asked.append(1) or 0)
+    client.session.submit = C.cast(submit, C.c_void_p).value
+    args, want = inputs(9, absent=0.0)
+    answer = cluster.forward(0, *args, timeout_s=10)
+    assert near(answer.output, want)
+    del answer
+    assert asked
+    nothing_left(cluster)
+    assert client.blocks == 0
+
+
 def test_two_callers_may_want_the_last_desk(start, monkeypatch):
     class Taken(list):
         def __bool__(self):

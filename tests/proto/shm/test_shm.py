@@ -9,8 +9,11 @@ import mmap
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from waiting import until_inside
@@ -204,6 +207,42 @@ def test_a_server_that_takes_nothing_is_not_overrun(both):
     first = server.submissions[0].id
     client.abandon(first)
     assert [server.submissions[i].tokens for i in range(8)] == [7] * 8
+
+
+@pytest.mark.timeout(120)
+def test_a_submission_is_whole_when_its_number_is_seen():
+    """The server may look between any two instructions of the client."""
+    ours, theirs = socket.socketpair()
+    region = Region.create(8192, entries=4)
+    server = Server(region)
+    program = str(Path(__file__).with_name("steps.py"))
+    with ours, theirs:
+        region.send(ours)
+        child = subprocess.Popen([sys.executable, program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        try:
+            seen = bytes_when_numbered(child.pid, server.submissions[1], 2)
+        finally:
+            child.kill()  # or has ended
+            child.wait()
+    s = Submission.from_buffer_copy(seen)
+    assert (s.kind, s.layer, s.tokens, s.top_k, s.hidden, s.out, s.deadline_ns) == (layout.FORWARD, 2, 2, 2, 2, 2, 2)
+    assert s.id
+    assert s.id != server.submissions[0].id
+    server.bell.close()
+    region.close()
+
+
+def bytes_when_numbered(pid, submission, seq):
+    """What is in its entry after the instruction that writes its number.  Skips where nobody may trace."""
+    ptrace, single_step = C.CDLL(None).ptrace, 9
+    number = C.c_uint64.from_address(C.addressof(submission))
+    while number.value != seq:
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSTOPPED(status):
+            pytest.skip("no process may be traced here")
+        if number.value != seq and ptrace(single_step, pid, None, None):
+            pytest.skip("no process may be traced here")
+    return bytes(submission)
 
 
 def test_an_abandoned_request_keeps_its_block_until_it_is_answered(both):
