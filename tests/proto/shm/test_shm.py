@@ -380,9 +380,11 @@ def test_a_region_goes_over_a_socket_and_both_see_the_same_memory():
 def test_its_size_is_sealed():
     region = Region.create(8192, entries=4)
     fd = region._fds[0]
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 4096)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    for size in (4096, region.bytes + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
     region.close()
 
 

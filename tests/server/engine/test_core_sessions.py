@@ -305,6 +305,26 @@ def test_a_session_that_goes_while_its_requests_wait_and_run():
         c.bell.close()
 
 
+def test_a_submission_that_is_rewritten_once_it_is_taken_is_computed_as_it_was():
+    with bench() as b:
+        c = Caller(b)
+        first = b.hold(*inputs(1))
+        t = inputs(2)
+        ticket = c.client.submit(c.request(*t))
+        b.until_taken(2)
+        entry = Submission.from_address(c.region.address + layout.PAGE)
+        assert entry.tokens == 2
+        entry.tokens, entry.hidden, entry.ids, entry.out = 1 << 20, 1 << 40, 1 << 41, 0
+        entry.layer = entry.kind = entry.hidden_dtype = 99
+        b.may_run.set()
+        b.outcome(first[0])
+        assert c.client.wait(ticket, c.answer, 10**10)
+        assert not c.answer.refused, c.answer.text
+        assert torch.equal(c.output(t[0]), expected(*t))
+        c.client.release(ticket)
+        c.close()
+
+
 def test_a_server_that_drains_refuses_what_comes_and_answers_what_came():
     with bench() as b:
         c = Caller(b)

@@ -17,7 +17,7 @@ from listener_kit import BOUNDS, K, M, batch, call, gone
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 from waiting import until, until_inside
 
-from expertd.tcp.entry import EntryError, enter
+from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
 from expertd_server.engine import core
@@ -81,6 +81,26 @@ def test_who_says_nothing_or_something_else_is_sent_away(listener, monkeypatch):
                 assert sock.recv(1) == b""
             sock.close()
     gone(listener)
+
+
+def test_so_many_may_be_entering_at_once(engine, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ENTERING", 2)
+    monkeypatch.setattr(module, "_ENTER_S", 60)
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
+    try:
+        _, endpoint, _ = listener.offer("caller", "")
+        with dial(endpoint) as first, dial(endpoint) as second:
+            with dial(endpoint) as third:
+                assert third.recv(1) == b"", "no thread is left for it"
+            for sock in (first, second):
+                sock.sendall(b"x" * ENTRY_BYTES)
+                with contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+        with Twin(listener) as peer:
+            call(peer)
+    finally:
+        listener.close()
 
 
 def test_sessions_are_bounded_and_a_draining_door_offers_nothing(listener):
