@@ -28,7 +28,7 @@ _OPTIONS = {
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:suppressions={suppressions}",
 }
 _SUPPRESSIONS = "called_from_lib:_ctypes\n"
-"""Tests write into shared memory by ctypes, whose plain store of a sequence number orders nothing for ThreadSanitizer."""
+"""Tests write into shared memory by ctypes, whose plain store of a sequence number orders nothing for this tool."""
 
 
 class SanitizerMissingError(Exception):
