@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import until_inside
+from waiting import until_asleep, until_inside
 
 from expertd.shm import layout
 from expertd.shm.client import Client
@@ -262,6 +262,15 @@ def test_an_abandoned_request_keeps_its_block_until_it_is_answered(both):
     assert client.blocks == 0
 
 
+def test_a_request_that_is_given_up_after_its_answer_leaves_no_ticket(both):
+    server, client = both
+    ticket = client.submit(Submission(kind=layout.FORWARD), client.take(1000), announced=True)
+    server.answer(server.take().id)
+    assert list(client.drain()) == [ticket]
+    client.abandon(ticket)
+    assert (client.taken, client.blocks) == (0, 0)
+
+
 def test_blocks_do_not_overlap_and_come_back(both):
     _, client = both
     sizes = [1, 256, 257, 4096, 100_000]
@@ -298,6 +307,24 @@ def test_who_looks_by_himself_is_not_rung(both):
     client.release(ticket)
     assert not client.drain()
     assert server.control.client_sleeps, "from here on it is"
+
+
+def test_one_that_reads_no_more_wakes_the_one_that_watches(both):
+    """Who waits for his own answer reads for all, so who watches sleeps; then nobody would read."""
+    server, client = both
+    watched, waited = (client.submit(Submission(kind=layout.FORWARD), announced=a) for a in (True, False))
+    got = []
+    waits = threading.Thread(target=lambda: client.wait(waited, Completion(), 20 * 10**9, 0))
+    watches = threading.Thread(target=lambda: got.extend(client.watch(15 * 10**9)))
+    for thread in (waits, watches):
+        thread.start()
+        until_asleep(thread)
+    server.answer(waited)
+    waits.join(20)
+    until_asleep(watches)
+    server.answer(watched)
+    watches.join(20)
+    assert got == [watched]
 
 
 def test_no_bell_waits_whatever_the_sockets_flags_say(both):
@@ -355,6 +382,22 @@ def test_answers_to_nobody_are_passed_over(both):
     ticket = client.submit(Submission(kind=layout.FORWARD))
     server.answer(server.take().id, routes=5)
     answer = Completion()
+    assert client.wait(ticket, answer)
+    assert answer.routes_computed == 5
+
+
+def test_answers_to_former_requests_of_a_ticket_are_passed_over(both):
+    """Of eight tickets: an id that is eight more or less is the same one, before or afterwards."""
+    server, client = both
+    first = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id)
+    assert client.wait(first, Completion())
+    client.release(first)
+    ticket, answer = client.submit(Submission(kind=layout.FORWARD)), Completion()
+    assert server.take().id == ticket
+    for id in (first, ticket + 8, ticket - 8):
+        server.answer(id, routes=7)
+    server.answer(ticket, routes=5)
     assert client.wait(ticket, answer)
     assert answer.routes_computed == 5
 
