@@ -27,8 +27,8 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:suppressions={suppressions}",
 }
-_SUPPRESSIONS = "called_from_lib:_ctypes\ncalled_from_lib:libffi\ncalled_from_lib:ld-linux\n"
-"""Of ThreadSanitizer.  Tests write into shared memory by ctypes, whose plain store of a sequence number orders nothing
+_SUPPRESSIONS = "".join(f"called_from_lib:{name}\n" for name in ("_ctypes", "libffi", "libpython", "ld-linux"))
+"""Of ThreadSanitizer.  Tests use shared memory by ctypes, whose plain store of a sequence number orders nothing
 for it; the loader gives back what a thread that ended had as thread_local, which nothing orders for it, either."""
 
 
