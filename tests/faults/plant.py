@@ -102,11 +102,9 @@ def compiled(root: Path, more: Sequence[str] = ()) -> str:
         if out.exists() and mark.exists() and mark.read_text() == digest:
             continue
         includes = [f"-I{folder}" for folder in library.includes(root)]
-        folders = library.place(root), *library.includes(root)
-        headers = b"".join(p.read_bytes() for folder in folders for p in sorted(folder.glob("*.h")))
         made = []
         for source in library.sources(root):
-            key = hashlib.sha256(headers + source.read_bytes() + repr(flags).encode()).hexdigest()[:16]
+            key = hashlib.sha256(_included([*flags, *includes], source) + repr(flags).encode()).hexdigest()[:16]
             made.append(root / "build" / "planted" / f"{source.stem}-{key}.o")
             if not made[-1].exists():
                 made[-1].parent.mkdir(parents=True, exist_ok=True)
@@ -118,6 +116,14 @@ def compiled(root: Path, more: Sequence[str] = ()) -> str:
         os.replace(linked, out)
         mark.write_text(digest)
     return ""
+
+
+def _included(flags: Sequence[str], source: Path) -> bytes:
+    """What the compiler reads: the source and our headers, not the system's."""
+    command = [*cxx.find_compiler(), *flags, "-MM", str(source)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    names = said.partition(":")[2].replace("\\\n", " ").split() or [str(source)]
+    return b"".join(Path(name).read_bytes() for name in names)
 
 
 def _done(command: Sequence[str]) -> str:

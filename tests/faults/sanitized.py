@@ -25,8 +25,11 @@ _CALLS = {"address,undefined": b"__asan_report", "thread": b"__tsan_read"}
 _OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:exitcode=66",  # Python leaves memory to the end of its process
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66",
-    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0",
+    "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:suppressions={suppressions}",
 }
+_SUPPRESSIONS = "".join(f"called_from_lib:{name}\n" for name in ("_ctypes", "libffi", "libpython", "ld-linux"))
+"""Of ThreadSanitizer.  Tests use shared memory by ctypes, whose plain store of a sequence number orders nothing
+for it; the loader gives back what a thread that ended had as thread_local, which nothing orders for it, either."""
 
 
 class SanitizerMissingError(Exception):
@@ -46,7 +49,10 @@ def sanitized(sanitizer: str, tests: Sequence[str], root: Path, limit_s: float =
             raise RuntimeError(f"{library.name} is not instrumented")
     found = [_where(name) for name in _RUN_TIMES[sanitizer]]
     run = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler", *tests]
-    env = {**plant.environment(root), **_OPTIONS, "LD_PRELOAD": ":".join(found)}
+    suppressions = root / "build" / "suppressions"
+    suppressions.write_text(_SUPPRESSIONS)
+    options = {name: text.format(suppressions=suppressions) for name, text in _OPTIONS.items()}
+    env = {**plant.environment(root), **options, "LD_PRELOAD": ":".join(found)}
     done = subprocess.run(run, cwd=root, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
     return done.returncode, done.stdout + done.stderr
 

@@ -44,6 +44,7 @@ from cryptography import x509
 pytestmark = pytest.mark.timeout(90)
 
 TOKEN, OTHER = "s3cret-s3cret-s3cret", "an0ther-an0ther-an0ther"
+RIGHT_LOST = f'[callers.pool]\ntokens = ["{TOKEN}"]\nrights = ["describe"]\n'
 TINY = {"synthetic": "tiny:int4_g128", "device": "cpu", "backend": "reference", "threads": 1}
 
 
@@ -403,7 +404,9 @@ def test_a_refused_call_is_logged_under_the_callers_name(serve, callers, tmp_pat
     assert [f["caller"].partition(":")[0] for f in found if f["reason"] == "UNAUTHENTICATED"] == ["ipv4"]
 
 
-def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve, callers, tmp_path):
+@pytest.mark.parametrize("left", ["", RIGHT_LOST], ids=["gone", "without the right"])
+def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve, callers, tmp_path, left):
+    """Or loses the right to call."""
     host = serve(callers=callers)
     ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
     with ExpertClient(host.address, credentials=with_token(tmp_path, TOKEN), timeout_s=10) as client:
@@ -411,18 +414,18 @@ def test_who_is_taken_out_of_the_file_is_out_also_on_a_stream_that_stands(serve,
         callers.write_text("[callers.x")  # broken
         until(lambda: client.forward(0, x, ids, ids.astype(np.float32)) and reloads(host, "callers", "broken"))
         client.forward(0, x, ids, ids.astype(np.float32))  # keeping the last valid version
-        callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n')
-        until(lambda: refused(client, x, ids))
+        callers.write_text(f'[callers.eyes]\ntokens = ["{OTHER}"]\nrights = ["call"]\n{left}')
+        until(lambda: refused(client, x, ids, PermissionDeniedError if left else UnauthenticatedError))
 
 
 def reloads(host, what, how) -> float:
     return host.metrics.registry.get_sample_value("expertd_reloads_total", {"what": what, "outcome": how}) or 0.0
 
 
-def refused(client, x, ids) -> bool:
+def refused(client, x, ids, by: type[ExpertdError] = UnauthenticatedError) -> bool:
     try:
         client.forward(0, x, ids, ids.astype(np.float32))
-    except UnauthenticatedError:
+    except by:
         return True
     except UnavailableError:  # of a call that the end of its session meets; the next one is refused
         return False
@@ -451,7 +454,7 @@ def ended(sock) -> bool:
         return True
 
 
-@pytest.mark.parametrize("left", ["", f'[callers.pool]\ntokens = ["{TOKEN}"]\nrights = ["describe"]\n'])
+@pytest.mark.parametrize("left", ["", RIGHT_LOST], ids=["gone", "without the right"])
 @pytest.mark.parametrize("way", ["tcp", "shm"])
 def test_who_is_taken_out_of_the_file_loses_sessions_beside_the_stream_too(serve, callers, way, left):
     """Or loses the right to call.  A client of ours goes with its stream; another one need not."""
@@ -511,6 +514,17 @@ def test_sessions_beside_the_stream_end_with_their_credential(serve, callers, wa
         stays.settimeout(0.7)
         with pytest.raises(TimeoutError):
             stays.recv(1)
+
+
+def test_a_stream_ends_when_its_certificates_name_is_replaced(serve, ca, tls, callers):
+    host = serve(**tls, tls_client_ca=ca.ca, callers=callers, shm="off")
+    certificate, key = ca.sign("worker")
+    credentials = Credentials(ca=ca.ca, certificate=certificate, key=key)
+    ids, x = np.zeros((1, 1), np.int32), np.ones((1, 256), np.float32)
+    with ExpertClient(host.address, credentials=credentials, timeout_s=10) as client:
+        client.forward(0, x, ids, ids.astype(np.float32))
+        callers.write_text(callers.read_text().replace('["worker"]', '["another"]'))
+        until(lambda: refused(client, x, ids))
 
 
 def test_a_certificate_that_expires_ends_its_stream(serve, ca, tls, callers):

@@ -12,12 +12,15 @@ import select
 import socket
 import ssl
 import threading
+import time
 
 __all__ = ["carried"]
 
 _PIECE = 1 << 18
 _ROOM = 1 << 20
 """Of the pair of sockets."""
+_LAST_S = 10.0
+"""For what was written to the plain socket before it was closed: the other host may not read."""
 
 
 def carried(secure: ssl.SSLSocket, name: str) -> socket.socket:
@@ -49,19 +52,34 @@ class _Carrier:
         self._out, self._in = memoryview(b""), memoryview(b"")  # to the secure side, to the plain one
         self._out_room, self._in_room = bytearray(_PIECE), bytearray(_PIECE)
         self._wants = 0  # of the TLS socket, beside what there is to carry
+        self._poll = select.poll()
+        self._closed: set[int] = set()  # sides whose other end is closed: poll() would return at once for ever
+        self._until_s: float | None = None  # when _LAST_S are over
 
     def run(self) -> None:
-        poll = select.poll()
+        """Raises OSError when either end is closed, or nobody reads what was left."""
         while True:
             self._wants = 0
-            moved = self._outward() | self._inward()
-            if moved:
-                continue
-            secure_events = self._wants | (0 if self._in else select.POLLIN) | (select.POLLOUT if self._out else 0)
-            plain_events = (0 if self._out else select.POLLIN) | (select.POLLOUT if self._in else 0)
-            poll.register(self._secure, secure_events)
-            poll.register(self._plain, plain_events)
-            poll.poll()
+            if not self._outward() | self._inward():
+                self._wait()
+
+    def _wait(self) -> None:
+        """Until one of the sockets can go on.  What a closed one has left needs no waiting."""
+        secure_events = self._wants | (0 if self._in else select.POLLIN) | (select.POLLOUT if self._out else 0)
+        plain_events = (0 if self._out else select.POLLIN) | (select.POLLOUT if self._in else 0)
+        for side, events in ((self._secure, secure_events), (self._plain, plain_events)):
+            if side.fileno() not in self._closed:
+                self._poll.register(side, events)
+        left_s = None if self._until_s is None else self._until_s - time.monotonic()
+        found = self._poll.poll(None if left_s is None else max(0.0, 1000 * left_s))
+        if not found or (left_s is not None and left_s < 0):
+            raise OSError("the other host did not read what was left")
+        for fd, events in found:
+            if events & (select.POLLHUP | select.POLLERR):
+                self._closed.add(fd)
+                self._poll.unregister(fd)
+        if self._until_s is None and self._plain.fileno() in self._closed:
+            self._until_s = time.monotonic() + _LAST_S
 
     def _outward(self) -> bool:
         if not self._out:

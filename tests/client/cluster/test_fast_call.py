@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes as C
 import itertools
 import threading
 import time
@@ -153,6 +154,49 @@ def test_a_trace_knows_when_each_part_went_and_came(start, holdings):
         assert part.transport == "shm"
         assert call.begin_ns < part.begin_ns < part.sent_ns < part.answered_ns <= call.joined_ns < call.end_ns
         assert part.timing.backend == "sums"
+
+
+def test_memory_of_an_answer_is_given_back_after_it_was_added(start, monkeypatch):
+    """Whoever takes it then writes there at once."""
+    cluster = start(LOW, HIGH)
+    monkeypatch.setattr(module, "start", None)
+    released = []
+    members = cluster._members.by_address.values()
+    kept = [spoils(m.exchange._link.session_connection._client, released) for m in members]
+    for seed in range(3):
+        args, want = inputs(9, seed, absent=0.0)
+        assert near(cluster.forward(0, *args).output, want)
+    assert len(released) == 3 * len(kept)
+    nothing_left(cluster)
+
+
+def spoils(client, released):
+    """From now on a ticket that C++ gives back takes what is in the arena with it.  Keep what this returns as long."""
+    give_back = client._lib.release
+
+    def release(of, ticket):
+        C.memset(client.region.arena, 0xFF, client.region.arena_bytes)
+        released.append(ticket)
+        give_back(of, ticket)
+
+    kept = C.CFUNCTYPE(None, C.c_void_p, C.c_uint64)(release)
+    client.session.release = C.cast(kept, C.c_void_p).value
+    return kept
+
+
+def test_a_part_that_finds_no_ticket_leaves_no_block_and_is_sent_again(start):
+    cluster = start(LOW, HIGH)
+    client = cluster._members.by_address["s1"].exchange._link.session_connection._client
+    asked = []
+    submit = C.CFUNCTYPE(C.c_uint64, C.c_void_p, C.c_void_p, C.c_int64, C.c_int)(lambda *_: asked.append(1) or 0)
+    client.session.submit = C.cast(submit, C.c_void_p).value
+    args, want = inputs(9, absent=0.0)
+    answer = cluster.forward(0, *args, timeout_s=10)
+    assert near(answer.output, want)
+    del answer
+    assert asked
+    nothing_left(cluster)
+    assert client.blocks == 0
 
 
 def test_two_callers_may_want_the_last_desk(start, monkeypatch):

@@ -9,16 +9,19 @@ import mmap
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from waiting import until_inside
+from waiting import until_asleep, until_inside
 
 from expertd.shm import layout
 from expertd.shm.client import Client
-from expertd.shm.in_flight import SessionEndedError
-from expertd.shm.layout import Completion, DeviceCalls, Submission
+from expertd.shm.in_flight import NoRoomError, SessionEndedError
+from expertd.shm.layout import Completion, DeviceCalls, Submission, Tensors
 from expertd.shm.library import LibraryMissingError, library
 from expertd.shm.region import Region, RegionError, peer_uid, supported
 
@@ -183,6 +186,18 @@ def test_no_more_requests_in_flight_than_entries(both):
     assert client.submit(Submission(kind=layout.FORWARD)) != 0
 
 
+def test_a_request_that_finds_no_ticket_leaves_no_block(both):
+    _, client = both
+    values = C.create_string_buffer(64)
+    tensors = Tensors(hidden=C.addressof(values), hidden_bytes=64, out_bytes=64)
+    for _ in range(8):
+        client.send(Submission(kind=layout.FORWARD), tensors)
+    for _ in range(3):
+        with pytest.raises(NoRoomError, match="8 requests are in flight"):
+            client.send(Submission(kind=layout.FORWARD), tensors)
+    assert client.blocks == 8
+
+
 def test_a_server_that_takes_nothing_is_not_overrun(both):
     """Eight entries: cancels need room, too, and get none rather than an entry that was not taken."""
     server, client = both
@@ -192,6 +207,42 @@ def test_a_server_that_takes_nothing_is_not_overrun(both):
     first = server.submissions[0].id
     client.abandon(first)
     assert [server.submissions[i].tokens for i in range(8)] == [7] * 8
+
+
+@pytest.mark.timeout(120)
+def test_a_submission_is_whole_when_its_number_is_seen():
+    """The server may look between any two instructions of the client."""
+    ours, theirs = socket.socketpair()
+    region = Region.create(8192, entries=4)
+    server = Server(region)
+    program = str(Path(__file__).with_name("steps.py"))
+    with ours, theirs:
+        region.send(ours)
+        child = subprocess.Popen([sys.executable, program, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        try:
+            seen = bytes_when_numbered(child.pid, server.submissions[1], 2)
+        finally:
+            child.kill()  # or has ended
+            child.wait()
+    s = Submission.from_buffer_copy(seen)
+    assert (s.kind, s.layer, s.tokens, s.top_k, s.hidden, s.out, s.deadline_ns) == (layout.FORWARD, 2, 2, 2, 2, 2, 2)
+    assert s.id
+    assert s.id != server.submissions[0].id
+    server.bell.close()
+    region.close()
+
+
+def bytes_when_numbered(pid, submission, seq):
+    """What is in its entry after the instruction that writes its number.  Skips where nobody may trace."""
+    ptrace, single_step = C.CDLL(None).ptrace, 9
+    number = C.c_uint64.from_address(C.addressof(submission))
+    while number.value != seq:
+        _, status = os.waitpid(pid, 0)
+        if not os.WIFSTOPPED(status):
+            pytest.skip("no process may be traced here")
+        if number.value != seq and ptrace(single_step, pid, None, None):
+            pytest.skip("no process may be traced here")
+    return bytes(submission)
 
 
 def test_an_abandoned_request_keeps_its_block_until_it_is_answered(both):
@@ -209,6 +260,15 @@ def test_an_abandoned_request_keeps_its_block_until_it_is_answered(both):
     server.answer(server.take().id)
     assert client.wait(other, Completion())
     assert client.blocks == 0
+
+
+def test_a_request_that_is_given_up_after_its_answer_leaves_no_ticket(both):
+    server, client = both
+    ticket = client.submit(Submission(kind=layout.FORWARD), client.take(1000), announced=True)
+    server.answer(server.take().id)
+    assert list(client.drain()) == [ticket]
+    client.abandon(ticket)
+    assert (client.taken, client.blocks) == (0, 0)
 
 
 def test_blocks_do_not_overlap_and_come_back(both):
@@ -247,6 +307,24 @@ def test_who_looks_by_himself_is_not_rung(both):
     client.release(ticket)
     assert not client.drain()
     assert server.control.client_sleeps, "from here on it is"
+
+
+def test_one_that_reads_no_more_wakes_the_one_that_watches(both):
+    """Who waits for his own answer reads for all, so who watches sleeps; then nobody would read."""
+    server, client = both
+    watched, waited = (client.submit(Submission(kind=layout.FORWARD), announced=a) for a in (True, False))
+    got = []
+    waits = threading.Thread(target=lambda: client.wait(waited, Completion(), 20 * 10**9, 0))
+    watches = threading.Thread(target=lambda: got.extend(client.watch(15 * 10**9)))
+    for thread in (waits, watches):
+        thread.start()
+        until_asleep(thread)
+    server.answer(waited)
+    waits.join(20)
+    until_asleep(watches)
+    server.answer(watched)
+    watches.join(20)
+    assert got == [watched]
 
 
 def test_no_bell_waits_whatever_the_sockets_flags_say(both):
@@ -308,6 +386,22 @@ def test_answers_to_nobody_are_passed_over(both):
     assert answer.routes_computed == 5
 
 
+def test_answers_to_former_requests_of_a_ticket_are_passed_over(both):
+    """Of eight tickets: an id that is eight more or less is the same one, before or afterwards."""
+    server, client = both
+    first = client.submit(Submission(kind=layout.FORWARD))
+    server.answer(server.take().id)
+    assert client.wait(first, Completion())
+    client.release(first)
+    ticket, answer = client.submit(Submission(kind=layout.FORWARD)), Completion()
+    assert server.take().id == ticket
+    for id in (first, ticket + 8, ticket - 8):
+        server.answer(id, routes=7)
+    server.answer(ticket, routes=5)
+    assert client.wait(ticket, answer)
+    assert answer.routes_computed == 5
+
+
 def test_a_region_goes_over_a_socket_and_both_see_the_same_memory():
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
@@ -329,9 +423,11 @@ def test_a_region_goes_over_a_socket_and_both_see_the_same_memory():
 def test_its_size_is_sealed():
     region = Region.create(8192, entries=4)
     fd = region._fds[0]
-    with pytest.raises(PermissionError):
-        os.ftruncate(fd, 4096)
-    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    for size in (4096, region.bytes + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
     region.close()
 
 

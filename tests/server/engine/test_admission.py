@@ -10,6 +10,7 @@ import pytest
 from core_library import needs_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rules_kit import MS, Asked, Rules
 
 from expertd.errors import (
     DeadlineExceededError,
@@ -137,6 +138,21 @@ def test_the_longest_text_is_whole():
     refused = Ask(1, 1, 1 << 60).refused(core)
     assert refused is not None
     assert refused.message.endswith("try again after retry_after_us, or another replica")
+
+
+def test_callers_whose_requests_are_computed_take_no_turns_any_more():
+    """Of 50 that came and went, none is before one who asks while another one floods."""
+    rules, now = Rules(4, QueueLimits(refuse_late=True)), MS
+    rules.rules_saw(0, 4, 2, 10 * MS)
+    for n in range(50):
+        assert rules.come(Asked(arrival=now, caller=f"gone {n}")) == ("", 0)
+        while (cut := rules.cut(now)) is not None:
+            rules.ended(now, cut.run, 10 * MS)
+    for _ in range(100):  # a second's work
+        assert rules.come(Asked(tokens=4, arrival=now, caller="floods")) == ("", 0)
+    assert rules.come(Asked(arrival=now, deadline=now + 100 * MS, caller="asks")) == ("", 0)
+    late = rules.come(Asked(tokens=40, top_k=2, arrival=now, deadline=now + 100 * MS, caller="asks for much"))
+    assert late[0] == "OVERLOADED", "a control: what is late is refused"
 
 
 @settings(max_examples=40, deadline=None)

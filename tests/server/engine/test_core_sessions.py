@@ -45,6 +45,7 @@ FORGED = {
     "beyond the arena": ({"hidden": 1 << 20}, "MALFORMED_MESSAGE"),
     "far beyond the arena": ({"out": 2**64 - 16}, "MALFORMED_MESSAGE"),
     "between two elements": ({"out": 8}, "MALFORMED_MESSAGE"),
+    "scales beyond the arena": ({"hidden_dtype": E4M3, "scales": 1 << 20}, "MALFORMED_MESSAGE"),
     "an end beyond the arena": ({"weights": (1 << 20) - 16}, "MALFORMED_MESSAGE"),
     "weights on the inputs of several": ({"flags": 1}, "UNSUPPORTED_COMBINATION"),
     "a deadline that has passed": ({"deadline_ns": 1}, "DEADLINE_EXCEEDED"),
@@ -256,6 +257,26 @@ def test_a_cancel_takes_back_what_waits():
         c.close()
 
 
+def test_a_cancel_takes_back_no_other_request_of_its_session():
+    with bench() as b:
+        c = Caller(b)
+        first = b.hold(*inputs(1))
+        t = inputs(2)
+        stays, out = c.client.submit(c.request(*t)), c.out
+        goes = c.client.submit(c.request(*inputs(3)))
+        b.until_taken(3)
+        c.client.abandon(goes)
+        b.may_run.set()
+        b.outcome(first[0])
+        assert c.client.wait(stays, c.answer, 10**10)
+        assert not c.answer.refused, c.answer.text
+        c.out = out
+        assert torch.equal(c.output(t[0]), expected(*t))
+        assert [rows for _, _, rows, *_ in b.batches] == [1, 2]
+        c.client.release(stays)
+        c.close()
+
+
 def test_a_session_that_goes_while_its_requests_wait_and_run():
     """Its memory is used until the batch under way is over, and not a moment longer."""
     with bench() as b:
@@ -282,6 +303,43 @@ def test_a_session_that_goes_while_its_requests_wait_and_run():
         c.client.end()
         c.client.close()
         c.bell.close()
+
+
+def test_a_submission_that_is_rewritten_once_it_is_taken_is_computed_as_it_was():
+    with bench() as b:
+        c = Caller(b)
+        first = b.hold(*inputs(1))
+        t = inputs(2)
+        ticket = c.client.submit(c.request(*t))
+        b.until_taken(2)
+        entry = Submission.from_address(c.region.address + layout.PAGE)
+        assert entry.tokens == 2
+        entry.tokens, entry.hidden, entry.ids, entry.out = 1 << 20, 1 << 40, 1 << 41, 0
+        entry.layer = entry.kind = entry.hidden_dtype = 99
+        b.may_run.set()
+        b.outcome(first[0])
+        assert c.client.wait(ticket, c.answer, 10**10)
+        assert not c.answer.refused, c.answer.text
+        assert torch.equal(c.output(t[0]), expected(*t))
+        c.client.release(ticket)
+        c.close()
+
+
+def test_a_server_that_drains_refuses_what_comes_and_answers_what_came():
+    with bench() as b:
+        c = Caller(b)
+        b.may_run.clear()
+        t = inputs(2)
+        came, out = c.client.submit(c.request(*t)), c.out
+        until(lambda: b.begun == 1)
+        b.core.drain()
+        assert c.call(c.request(*inputs(3))) == "DRAINING"
+        b.may_run.set()
+        assert c.client.wait(came, c.answer, 10**10)
+        c.out = out
+        assert torch.equal(c.output(t[0]), expected(*t))
+        c.client.release(came)
+        c.close()
 
 
 def test_random_bytes_in_the_rings_hurt_nobody_else():

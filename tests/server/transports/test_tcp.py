@@ -17,9 +17,10 @@ from listener_kit import BOUNDS, K, M, batch, call, gone
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 from waiting import until, until_inside
 
-from expertd.tcp.entry import EntryError, enter
+from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
+from expertd_server.engine import core
 from expertd_server.transports import tokens as tickets
 from expertd_server.transports.tcp import TcpListener
 from expertd_server.transports.tcp import listener as module
@@ -82,6 +83,26 @@ def test_who_says_nothing_or_something_else_is_sent_away(listener, monkeypatch):
     gone(listener)
 
 
+def test_so_many_may_be_entering_at_once(engine, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ENTERING", 2)
+    monkeypatch.setattr(module, "_ENTER_S", 60)
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
+    try:
+        _, endpoint, _ = listener.offer("caller", "")
+        with dial(endpoint) as first, dial(endpoint) as second:
+            with dial(endpoint) as third:
+                assert third.recv(1) == b"", "no thread is left for it"
+            for sock in (first, second):
+                sock.sendall(b"x" * ENTRY_BYTES)
+                with contextlib.suppress(ConnectionError):
+                    assert sock.recv(1) == b""
+        with Twin(listener) as peer:
+            call(peer)
+    finally:
+        listener.close()
+
+
 def test_sessions_are_bounded_and_a_draining_door_offers_nothing(listener):
     with contextlib.ExitStack() as stack:
         for _ in range(12):
@@ -125,6 +146,31 @@ def test_a_request_is_taken_back_and_its_number_is_free(listener, doubles):
         doubles.gate.set()
         call(peer, 1)
         call(peer, 2)
+
+
+def test_what_a_cancelled_request_is_computed_into_is_nobody_elses_memory(listener, engine, doubles):
+    with Twin(listener) as peer:
+        doubles.hold()
+        peer.send(request(1, *batch(12, seed=1)))
+        doubles.until_held()
+        peer.send(pb.CancelRequest(request_id=1))
+        assert peer.receive().reason == "CANCELLED"
+        x, ids, w = batch(3, seed=2)
+        peer.send(request(2, x, ids, w))  # read, and to be answered, while the first one is computed
+        until(lambda: engine.load().queued_requests)
+        doubles.gate.set()
+        answer = peer.receive()
+        assert np.array_equal(np.frombuffer(answer.output.raw, np.float32).reshape(x.shape), 3 * x)
+
+
+def test_each_answer_is_counted_once_by_its_reason(listener, engine):
+    with Twin(listener) as peer:
+        for n in range(1, 4):
+            call(peer, n)
+        peer.send(request(4, *batch(), layer=3))
+        assert peer.receive().reason == "LAYER_NOT_HELD"
+        counts = dict(zip(core.REASONS, engine._core.answered(), strict=True))
+        assert {reason: n for reason, n in counts.items() if n} == {"": 3, "LAYER_NOT_HELD": 1}
 
 
 def test_a_request_has_its_time(listener, engine, doubles):

@@ -24,6 +24,15 @@ from expertd_server.transports.tcp import TcpListener
 pytestmark = [needs_core, pytest.mark.timeout(60)]
 
 
+@pytest.fixture
+def patient(engine):
+    """A listener that gives half a frame a minute."""
+    d = TcpListener(engine, Address("127.0.0.1", 0), TcpBounds(64 << 10, 64 << 10, half_s=60))
+    d.start()
+    yield d
+    d.close()
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -35,13 +44,14 @@ pytestmark = [needs_core, pytest.mark.timeout(60)]
         {"length": 2**32 - 1},
     ],
 )
-def test_a_forged_head_ends_its_session_alone(listener, head):
-    with Twin(listener) as other, Twin(listener) as peer:
+def test_a_forged_head_ends_its_session_alone(patient, head):
+    """At once: not because its frame does not grow."""
+    with Twin(patient) as other, Twin(patient) as peer:
         call(peer)
         x, ids, w = batch()
         peer.send_bytes(encode_stream_request(request(2, x, ids, w)), **head)
         assert peer.ended()
-        gone(listener, sessions=1)
+        gone(patient, sessions=1)
         call(other)
 
 
@@ -87,6 +97,13 @@ def test_claimed_lengths_are_bounded_over_all_sessions_and_leave_room(listener):
         gone(listener)
 
 
+def test_one_that_claims_all_room_leaves_some_for_another_one(patient):
+    with Twin(patient) as greedy, Twin(patient) as honest:
+        greedy.sock.sendall(HEAD.pack(b"exf1", 64 << 10, 1, 0) + b"x")
+        for n in range(1, 6):  # the first may be read before the claim
+            call(honest, n)
+
+
 def test_a_reader_that_stops_is_read_no_further_and_cut_off(listener, engine):
     """It has thousands of answers unread; another session is served meanwhile."""
     with Twin(listener) as other, Twin(listener) as peer:
@@ -102,6 +119,7 @@ def test_a_reader_that_stops_is_read_no_further_and_cut_off(listener, engine):
         assert time.monotonic() < sending, "it is read without end"
         call(other, 1)
         gone(listener, sessions=1)
+        until(lambda: not listener._tcp_connections.unwritten)  # a drain waits for no answer that nobody will read
     assert engine.load().queued_requests == 0
 
 

@@ -88,7 +88,7 @@ struct Call {
   const int64_t* found;            // [3, owners.count]: tokens, routes, where its tokens begin in rows
   const int64_t* rows;
   int64_t out_row;     // bytes of a row of a partial sum
-  uint64_t* usual_ns;  // of a wait, recently
+  uint64_t* usual_ns;  // of a wait, recently; all calls of a cluster have it
   int64_t spin_ns;
   void* out;  // null: sums are not added up here
   int64_t out_stride;
@@ -286,12 +286,12 @@ API void expertd_cluster_sizes(uint64_t* out) {
 // Waits until until_ns for parts that were sent.  kDone: all were answered with as many routes as were asked for, and,
 // where there is `out`, added up in their order and given back.  kTimeOver; kAmiss: one was not.
 API int expertd_cluster_wait(Call* c, uint64_t until_ns) {
-  const uint64_t begin = now_ns(), usual = *c->usual_ns;
+  const uint64_t begin = now_ns(), usual = __atomic_load_n(c->usual_ns, __ATOMIC_RELAXED);
   const bool spins = usual <= kSpinsWorth * uint64_t(c->spin_ns);
   Outcome found = spin(*c, spins ? std::min(until_ns, begin + uint64_t(c->spin_ns)) : 0);
   if (found == kTimeOver && now_ns() < until_ns) found = sleep(*c, until_ns);
   if (found != kDone) return found;
-  *c->usual_ns = usual - usual / 8 + (now_ns() - begin) / 8;
+  __atomic_store_n(c->usual_ns, usual - usual / 8 + (now_ns() - begin) / 8, __ATOMIC_RELAXED);
   if (c->out) add_up(*c);
   return found;
 }

@@ -115,6 +115,32 @@ def test_a_full_backlog_is_waited_for():
         assert got == [b"", b"0" * 64]
 
 
+@pytest.mark.parametrize("how", ["does not accept", "has a full backlog", "says nothing"])
+def test_a_server_that_lets_nobody_in_is_left(how, monkeypatch):
+    monkeypatch.setattr(entry, "_CONNECT_S", 0.2)
+    digits = secrets.token_hex(16)
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(f"\0expertd-{digits}")
+        listener.listen(0)
+        if how == "has a full backlog":
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(f"\0expertd-{digits}")
+        elif how == "says nothing":
+            threading.Thread(target=lambda: stack.enter_context(listener.accept()[0]), daemon=True).start()
+        raised = []
+
+        def enters():
+            try:
+                shm.enter_session(pb.SessionAnswer(endpoint=f"unix-abstract:expertd-{digits}", token="0" * 64))
+            except UnavailableError as e:
+                raised.append(str(e))
+
+        thread = threading.Thread(target=enters, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert len(raised) == 1, "it waits for ever"
+        assert raised[0].startswith("shared memory: ")
+
+
 def test_an_answer_names_its_backend(client, sums):
     """Also where the completion's place held an error before, and where a plan has several."""
     (x, ids, w), _ = inputs(3)

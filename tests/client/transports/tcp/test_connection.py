@@ -29,6 +29,7 @@ from expertd.errors import (
 from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter, parse_endpoint, read_exactly, token_of, welcome
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import ExpertClient
+from expertd_client.transports.tcp import connection
 from expertd_client.transports.tcp.connection import TcpDialer, TcpTransport
 
 MISSING = missing()
@@ -95,6 +96,38 @@ def test_a_server_directs_nobody_at_other_hosts(endpoint, token, allowed, why, m
             listener.shutdown(socket.SHUT_RDWR)
             thread.join(20)
             assert got in ([], [b""])
+
+
+@pytest.mark.parametrize("said", [b"", b"e"])
+def test_a_server_that_says_nothing_or_trickles_is_left(said, monkeypatch):
+    """Each byte of a welcome comes in time, and the whole never does."""
+    monkeypatch.setattr(connection, "_CONNECT_S", 0.3)
+    stop, raised = threading.Event(), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            accepted, _ = listener.accept()
+            with accepted, contextlib.suppress(OSError):
+                for byte in b"expdtcp1".ljust(1000, b"\0") if said else b"":
+                    accepted.sendall(bytes([byte]))
+                    if stop.wait(0.1):
+                        break
+                stop.wait(20)
+
+        def enters():
+            try:
+                TcpDialer(WHERE, None).enter(answer)
+            except UnavailableError as e:
+                raised.append(str(e))
+
+        answer = pb.SessionAnswer(endpoint=f"tcp://127.0.0.1:{listener.getsockname()[1]}", token="0" * 64)
+        threads = [threading.Thread(target=target, daemon=True) for target in (serve, enters)]
+        for thread in threads:
+            thread.start()
+        threads[1].join(20)
+        stop.set()
+        threads[0].join(20)
+    assert raised == ["tcp: the server refused the session"]
 
 
 @pytest.mark.parametrize("digits", [" " * 64, "0" * 62 + "  ", " 0" * 32, "0" * 63 + "\n", "A" * 64, "g" * 64])
