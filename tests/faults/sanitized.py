@@ -27,7 +27,8 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66:report_signal_unsafe=0:suppressions={suppressions}",
 }
-_SUPPRESSIONS = "".join(f"called_from_lib:{name}\n" for name in ("_ctypes", "libffi", "libpython", "ld-linux"))
+_LIBRARIES = ("_ctypes", "libffi", "ld-linux")  # not libpython: what orders its threads would be unseen
+_SUPPRESSIONS = "".join(f"called_from_lib:{name}\n" for name in _LIBRARIES) + "race:PyBytes_FromStringAndSize\n"
 """Of ThreadSanitizer.  Tests use shared memory by ctypes, whose plain store of a sequence number orders nothing
 for it; the loader gives back what a thread that ended had as thread_local, which nothing orders for it, either."""
 
