@@ -40,6 +40,7 @@ OTHERS: Mapping[tuple[str, str, str], Mapping[str, str]] = {
         "WeightSync": "the weight-sync client of vLLM's trainers, over an `Updater`",
         "WeightsServer": "the WeightsService of one server",
         "DeltaFolder": "one version of the weights as a delta folder of slime",
+        "expert_tensors": "a transformers model's experts, as names and tensors of a checkpoint",
         "publish_delta_folder": "sends a delta folder to all servers, and has them serve it",
     },
     ("expertd.placement", "proto", "../proto/README.md"): {

@@ -39,7 +39,7 @@ from expertd_client import ExpertCluster, Request
 from expertd_client.clients.forwarder import Forwarder
 from expertd_client.requests.result import ForwardResult
 from expertd_client.transformers import load_without_experts
-from expertd_client.weights import UpdateFailedError, Updater
+from expertd_client.weights import UpdateFailedError, Updater, expert_tensors
 from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.sources.quantized import QuantizedSource
 from expertd_kernels.weights.quantize import scheme_named
@@ -166,18 +166,6 @@ def said(model: Any, length: int, generator: torch.Generator | None) -> Iterator
         yield int(step)
 
 
-def experts_of(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The experts' tensors under their names in a checkpoint."""
-    for name, module in model.named_modules():
-        if not name.endswith(".experts"):
-            continue
-        gate_up, down = module.gate_up_proj, module.down_proj
-        for e in range(gate_up.shape[0]):
-            gate, up = gate_up[e].chunk(2)
-            for projection, tensor in (("gate", gate), ("up", up), ("down", down[e])):
-                yield f"{name}.{e}.{projection}_proj.weight", tensor
-
-
 def train(model: Any, episodes: Sequence[Episode], rate: float) -> float:
     """One step of REINFORCE on the experts alone; the mean reward."""
     rewards = torch.tensor([e.reward for e in episodes])
@@ -258,7 +246,7 @@ class Loop:
             tries += 1
             try:
                 with updater.version(number, label=f"step {step}") as update:
-                    update.put_all(experts_of(trained))
+                    update.put_all(expert_tensors(trained))
                     if step == self.kill_at and tries == 1:
                         self._servers[1].kill()  # it has half of the experts of an update that is not committed
                         self._servers[1].start()

@@ -67,9 +67,8 @@ def _described(client: ExpertClient, timeout_s: float) -> pb.DescribeResponse:
     try:
         return client.describe(timeout_s=_WHY_S)  # now without waiting: it says why
     except ExpertdError as error:
-        raise UnavailableError.about(
-            client.target, got=f"no answer within {timeout_s:g} s: {error.message}", want="a server that is up"
-        ) from error
+        why = error.message.removeprefix(f"{client.target}: ")
+        raise UnavailableError(f"{client.target}: no answer within {timeout_s:g} s: {why}") from error
 
 
 def _wait_for_cluster(found: Sequence[Found], cluster: ExpertCluster, timeout_s: float) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from expertd.errors import BadDtypeError, BadResponseError, BadShapeError, UnsupportedCombinationError
-from expertd_client.clients.forwarder import Forwarder
+from expertd_client.clients.forwarder import AsyncForwarder, Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
 from expertd_client.requests.checks import gradients_refused, refuse_gradients
@@ -80,7 +80,8 @@ class RemoteExperts(torch.nn.Module):
     returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
 
     Raises the errors of expertd.errors: BadResponseError if no server computed a route (none holds that expert),
-    UnsupportedCombinationError for gradients, or for capture in a CUDA graph while the call cannot go from GPU to GPU.
+    UnsupportedCombinationError for gradients, for capture in a CUDA graph while the call cannot go from GPU to GPU, and
+    when it is made for a client of asyncio.
     """
 
     def __init__(
@@ -94,6 +95,12 @@ class RemoteExperts(torch.nn.Module):
         weights_version: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(forwarder, AsyncForwarder):
+            raise UnsupportedCombinationError.about(
+                "forwarder",
+                got=f"a {type(forwarder).__name__}",
+                want="one without asyncio: ExpertClient, ExpertCluster or another Forwarder",
+            )
         if max_tokens < 1:
             raise ValueError(f"max_tokens: got {max_tokens}, want >= 1")
         self.forwarder = forwarder
@@ -136,7 +143,10 @@ class RemoteExperts(torch.nn.Module):
 
     def check(self, device: int | None = None) -> None:
         """Raises what replays of captured calls met: UnavailableError where their server has ended, or why it refused
-        one since the last check.  Synchronize first.  device: index of the callers' GPU; None = the current one."""
+        one since the last check.  Synchronize first.  device: index of the callers' GPU; None = the current one, where
+        there is one: else there are no replays, and it does nothing."""
+        if device is None and not torch.cuda.is_available():
+            return
         transport = self.forwarder.device_transport(torch.cuda.current_device() if device is None else device)
         if transport is not None:
             transport.check()
@@ -248,8 +258,8 @@ class RemoteExperts(torch.nn.Module):
             x, ids, weights = _flat(x, tokens), _flat(ids, tokens), _flat(weights, tokens)
         ids = _as_ids(ids if ids.is_cpu else ids.cpu())  # small, and their values are needed here
         routes, rows = ids.numel(), None
-        if routes and int(ids.min()) < 0:
-            routed = ids >= 0
+        if routes and int(ids.min()) < 0:  # others below -1 travel, and the server refuses them
+            routed = ids != -1
             routes, has = int(routed.sum()), routed.any(1)
             if not bool(has.all()):
                 rows = has

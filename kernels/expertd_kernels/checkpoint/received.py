@@ -83,9 +83,10 @@ class _Arriving:
 
 
 class _Layer:
-    """One layer under way.  as_stored, plain: what each way of being complete lacks."""
+    """One layer under way.  as_stored, plain: what each way of being complete lacks; exact: see Received."""
 
-    def __init__(self, number: int, like: LayerTensors, experts: Collection[int]) -> None:
+    def __init__(self, number: int, like: LayerTensors, experts: Collection[int], exact: bool) -> None:
+        self._exact = exact
         self.memory = MemoryFile(f"layer-{number}")
         self.arriving: dict[str, _Arriving] = {}
         self.like: dict[_Key, Stored] = {}
@@ -101,17 +102,29 @@ class _Layer:
     def check(self, key: _Key, name: str, dtype: str, shape: tuple[int, ...]) -> None:
         """Raises CheckpointError for a tensor that no way of being complete has, or of another shape."""
         like = self.like.get(key)
+        if like is None and key not in self.plain:
+            raise CheckpointError(f"{name}: unknown name; {self._names(key)}")
         if like is not None and (dtype == like.dtype or (dtype in FLOATS and like.dtype in FLOATS)):
+            if self._exact and dtype != like.dtype and key[2] != "bias":
+                raise CheckpointError(
+                    f"{name}: {dtype}, want {like.dtype}, in which it is served: only a server that quantizes converts"
+                )
             if shape != like.shape:
                 raise CheckpointError(f"{name}: shape {list(shape)}, want {list(like.shape)}")
             return
         if key in self.plain and dtype in FLOATS:
             return
-        want = (
-            f"{like.dtype} as the served checkpoint has it" if like is not None else "a name of the served checkpoint"
-        )
-        unquantized = f", or unquantized weights ({', '.join(FLOATS)})"
-        raise CheckpointError(f"{name}: {dtype} {list(shape)}; want {want}{unquantized}")
+        want = [] if like is None else [f"{like.dtype} as the served checkpoint has it"]
+        want += [f"unquantized weights ({', '.join(FLOATS)})"] if key in self.plain else []
+        raise CheckpointError(f"{name}: {dtype} {list(shape)}; want {', or '.join(want)}")
+
+    def _names(self, key: _Key) -> str:
+        """What the checkpoint calls the nearest thing."""
+        near = min(self.like, key=lambda known: (known[0] != key[0], known[1] != key[1], known))
+        own = self.like[near].name
+        plain = f"{own.removesuffix(near[2])}weight"
+        also = "" if near[2] == "weight" or near[0] < 0 else f" (unquantized: {plain})"
+        return f"the served checkpoint has {own}{also}"
 
     def done(self, key: _Key, dtype: str) -> None:
         like = self.like.get(key)
@@ -142,11 +155,13 @@ class Received:
         wanted: Mapping[int, Sequence[int]],
         base: Checkpoint | None = None,
         place: Room | None = None,
+        exact: Collection[int] = (),
     ) -> None:
         """checkpoint: whose names the tensors have; base: of which differences may come, None = of none; place: makes
-        room for a tensor's bytes, None = in an anonymous file."""
+        room for a tensor's bytes, None = in an anonymous file; exact: layers whose unquantized weights are served as
+        they come, so that their dtype must be that of the checkpoint."""
         self._checkpoint, self._base, self._rest = checkpoint if base is None else base, base, False
-        self._place = place
+        self._place, self._exact = place, frozenset(exact)
         self._wanted = {n: tuple(e) for n, e in wanted.items()}
         self._layers: dict[int, _Layer] = {}
         self._ready: list[int] = []
@@ -285,8 +300,7 @@ class Received:
             )
         layer = self._layers.get(at.layer)
         if layer is None:
-            layer = _Layer(at.layer, self._checkpoint.tensors(at.layer), self._wanted[at.layer])
-            self._layers[at.layer] = layer
+            layer = self._layers[at.layer] = self._begun(at.layer)
         tensor = layer.arriving.get(name)
         if tensor is None:
             layer.check(_key(at), name, dtype, shape)
@@ -296,6 +310,9 @@ class Received:
             was = f"{tensor.stored.dtype} {list(tensor.stored.shape)}"
             raise CheckpointError(f"{name}: {dtype} {list(shape)}, but its first part was of {was}")
         return tensor
+
+    def _begun(self, layer: int) -> _Layer:
+        return _Layer(layer, self._checkpoint.tensors(layer), self._wanted[layer], layer in self._exact)
 
     def _stored_in(
         self, layer: _Layer, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, memory: Tensor | None
@@ -345,7 +362,7 @@ class Received:
 
     def _fill(self, number: int) -> None:
         """What a layer lacks, from the base."""
-        layer = self._layers.setdefault(number, _Layer(number, self._checkpoint.tensors(number), self._wanted[number]))
+        layer = self._layers.setdefault(number, self._begun(number))
         for key in sorted(layer.as_stored):
             before = layer.like[key]
             if before.name in layer.arriving:

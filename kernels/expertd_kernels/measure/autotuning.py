@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,7 @@ __all__ = [
     "GRID",
     "BucketedExperts",
     "DeviceLostError",
+    "MeasuringStoppedError",
     "Remembered",
     "Result",
     "choose",
@@ -62,6 +64,10 @@ class DeviceLostError(Exception):
     """A backend left the accelerator in a state in which every later call fails; the text is for the user."""
 
 
+class MeasuringStoppedError(Exception):
+    """Measuring was asked to end before it had."""
+
+
 @dataclass(frozen=True)
 class Result:
     """What measuring one backend gave.  refusal: "" if it takes part; microseconds: by token count, the smallest ones
@@ -80,15 +86,18 @@ def measure(
     grid: Sequence[int] = GRID,
     build: Callable[[Backend, Weights, Problem], Experts] | None = None,
     give_up: float = GIVE_UP,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> list[Result]:
     """Results in the order of the decision's verdicts.  A backend that raises, or whose error is above the tolerance of
     the problem, is refused with the figure or the exception's text; it never stops the others, unless it lost the
     device to this process (DeviceLostError).
 
     build: how experts are made (default: builder.build_backend); tests inject broken ones.  give_up: see GIVE_UP.
+    stopped: asked before each backend and each call; once it is true, MeasuringStoppedError is raised.
     """
     p = decision.problem
     make = build or build_backend
+    go_on = partial(_require_going, stopped)
     rows = {b.name: b for b in backends}
     proof = prove(weights, p, reference_experts=boot_reference_experts(weights), device=weights.device)
     fastest: dict[int, float] = {}
@@ -97,9 +106,13 @@ def measure(
         if not v.eligible:
             results.append(Result(v.backend, "; ".join(v.refusals)))
             continue
+        go_on()
         try:
             backend = rows[v.backend]
-            results.append(_measure_one(backend, make(backend, weights, p), proof, p, weights, grid, fastest, give_up))
+            experts = make(backend, weights, p)
+            results.append(_measure_one(backend, experts, proof, p, weights, grid, fastest, give_up, go_on))
+        except MeasuringStoppedError:
+            raise
         except Exception as e:
             what = str(e) if isinstance(e, Refused) else f"{type(e).__name__}: {e}"
             if fault := device_fault(weights.device):
@@ -111,6 +124,11 @@ def measure(
     return results
 
 
+def _require_going(stopped: Callable[[], bool]) -> None:
+    if stopped():
+        raise MeasuringStoppedError
+
+
 def _measure_one(
     backend: Backend,
     experts: Experts,
@@ -120,9 +138,15 @@ def _measure_one(
     grid: Sequence[int],
     fastest: dict[int, float],
     give_up: float,
+    go_on: Callable[[], None],
 ) -> Result:
-    """fastest: least microseconds by token count so far; brought up to date."""
-    found = check(experts, proof, p, weights)
+    """fastest: least microseconds by token count so far; brought up to date.  go_on: called before each call."""
+
+    def run(work: Callable[[], Tensor]) -> Tensor:
+        go_on()
+        return work()
+
+    found = check(experts, proof, p, weights, run=run)
     if not found.ok:
         return Result(backend.name, f"self-check against the float32 reference: {found.fault}", found.relative_error)
     dtype, device = proof.x.dtype, proof.x.device
@@ -143,6 +167,7 @@ def _measure_one(
         out = torch.empty(m, p.hidden_size, dtype=dtype, device=device)
 
         def call(i: int, sets: Any = sets, out: Tensor = out) -> Tensor:
+            go_on()
             return experts(*sets[i], out=out)
 
         graphs = backend.capturable and m <= CAPTURED_TOKENS and device.type == "cuda" and torch.version.hip is None

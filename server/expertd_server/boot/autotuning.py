@@ -76,13 +76,16 @@ class Autotuning:
             log.info("measured earlier: %s (remove %s to measure again)", results_text(found), path)
         return self._held.get(path)
 
-    def results(self, decision: Decision, weights: Callable[[], Weights]) -> list[Result] | None:
-        """As known(), measured now if it must be.  weights(): of a layer that poses the problem.  Raises BootError."""
+    def results(
+        self, decision: Decision, weights: Callable[[], Weights], stopped: Callable[[], bool] = lambda: False
+    ) -> list[Result] | None:
+        """As known(), measured now if it must be.  weights(): of a layer that poses the problem.  Raises BootError, and
+        MeasuringStoppedError soon after stopped() says so."""
         found = self.known(decision)
         if found is not None or decision.pinned:
             return found
         try:
-            found = measure(weights(), decision, table.BACKENDS, self._grid)
+            found = measure(weights(), decision, table.BACKENDS, self._grid, stopped=stopped)
         except DeviceLostError as e:
             raise BootError(str(e)) from e
         path = self._path(decision)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from expertd_kernels.common.protocol import Experts, takes_e4m3
-from expertd_kernels.measure.autotuning import BucketedExperts
+from expertd_kernels.measure.autotuning import BucketedExperts, MeasuringStoppedError
 from expertd_kernels.measure.surface import Point
 from expertd_kernels.oracle.probe import device_fault
 from expertd_server.boot.ahead import ReadAhead, storage_bytes
@@ -76,11 +76,12 @@ def boot_layer(
     measure: bool = True,
     surfaces: bool = True,
     like: Booted | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
     surfaces: whether it is measured what batches take.  like: the same layer of other weights, which is served: an
-    accelerator's kernels are warm, and measured.  Raises BootError."""
+    accelerator's kernels are warm, and measured.  stopped: ends the oracle's measuring.  Raises BootError, Stopped."""
     if assignment.parts:
         return _boot_parts(assignment, workshop, ahead, measure)
     start = time.perf_counter()
@@ -91,7 +92,10 @@ def boot_layer(
         if results is None and measure:
             weights = canonical.weights()
             with workshop.stage("measure"):
-                results = oracle.results(assignment.decision, lambda: weights)
+                try:
+                    results = oracle.results(assignment.decision, lambda: weights, stopped)
+                except MeasuringStoppedError as e:
+                    raise Stopped from e
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
     parts = _prepared(choice, assignment, canonical, workshop, like if workshop.device.type != "cpu" else None)
     assignment = replace(assignment, decision=choice.decision)
@@ -266,7 +270,7 @@ def boot_layers(
             for assignment in assignments:
                 if stopped():
                     raise Stopped
-                out.append(boot_layer(assignment, workshop, oracle, ahead))
+                out.append(boot_layer(assignment, workshop, oracle, ahead, stopped=stopped))
                 workshop.give_back()
                 done(out[-1])
     finally:

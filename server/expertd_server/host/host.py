@@ -227,7 +227,8 @@ class Host:
 
     def close(self) -> None:
         """End it at once, whatever is under way: what waits is answered with DRAINING.  While it loads, the layer that
-        is being made is finished first: a thread that computes must not be left behind."""
+        is being made is finished first, but its measuring (--oracle measure) ends with the call under way: a
+        thread that computes must not be left behind."""
         self._closing.set()
         with self._lock:
             transports, self._transports = self._transports, []

@@ -235,7 +235,9 @@ class Updates:
                 )
             base = self._base() if asked.delta else None
             held = {n: b.assignment.held for n, b in booted.items()}
-            received = Received(self._checkpoint, held, base, room_on(self._residence.weights.workshop.device))
+            exact = [n for n, b in booted.items() if not _quantized(b.assignment)]
+            room = room_on(self._residence.weights.workshop.device)
+            received = Received(self._checkpoint, held, base, room, exact)
             take = received.take
         if gives_up:
             self._residence.drop_before()  # which is what rollback() would serve: not before the update can be
@@ -585,6 +587,10 @@ def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
     raise QueueFullError.about(
         "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
     )
+
+
+def _quantized(held: Assignment) -> bool:
+    return held.info.w13.element.quantized or held.info.w2.element.quantized
 
 
 def _elements(held: Assignment) -> int:

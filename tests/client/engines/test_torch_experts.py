@@ -9,7 +9,7 @@ import torch
 
 from expertd.errors import BadResponseError, BadShapeError, UnavailableError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.clients.forwarder import Forwarder
+from expertd_client.clients.forwarder import AsyncForwarder, Forwarder
 from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.requests.result import ForwardResult
 
@@ -127,6 +127,28 @@ def test_parts_of_two_versions_become_parts_of_one(far):
     torch.testing.assert_close(experts(*x).double(), expert_sum(*x))
     assert [r.weights_version for r, _ in far.seen] == [0, 0, 0, 3, 3]
     assert experts.weights_version_seen == 3
+
+
+def test_a_token_with_ids_below_minus_one_alone_is_sent_so_that_the_server_refuses_it(far):
+    x, ids, weights = batch(3)
+    ids[0], ids[1, 0], ids[1, 1] = torch.tensor([-2, -5]), -1, -2
+    with pytest.raises(BadResponseError):  # this forwarder leaves them out; a server raises
+        RemoteExperts(far, 0).eval()(x, ids, weights)
+    torch.testing.assert_close(far.seen[0][0].topk_ids, ids)
+
+
+def test_a_client_of_asyncio_is_refused_when_the_module_is_made():
+    class Looped(AsyncForwarder):
+        pass
+
+    with pytest.raises(UnsupportedCombinationError, match="forwarder: got a Looped, want one without asyncio"):
+        RemoteExperts(Looped(), 0)
+
+
+def test_without_a_gpu_there_are_no_replays_to_check(far, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("torch may be built without CUDA"))
+    assert RemoteExperts(far, 0).check() is None
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 4096])

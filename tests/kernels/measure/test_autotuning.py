@@ -1,6 +1,5 @@
 """The autotuning: broken backends are refused with their figure, the plan is a pure function of the times."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,16 @@ import torch
 from expertd_kernels import Device, decide, problem_of, reference
 from expertd_kernels.backends.reference import ReferenceExperts
 from expertd_kernels.common.protocol import takes_e4m3
-from expertd_kernels.measure.autotuning import BucketedExperts, Remembered, Result, choose, measure, with_results
+from expertd_kernels.measure import autotuning
+from expertd_kernels.measure.autotuning import (
+    BucketedExperts,
+    MeasuringStoppedError,
+    Remembered,
+    Result,
+    choose,
+    measure,
+    with_results,
+)
 from expertd_kernels.oracle.decision import Backend, DeviceRange, SchemeSupport
 from expertd_kernels.sources.synthetic import random_inputs, random_weights
 from expertd_kernels.weights.scheme import Element
@@ -67,6 +75,24 @@ def test_what_is_broken_is_refused_and_the_next_one_wins():
     assert [v.backend for v in measured.verdicts if v.eligible] == ["right"]
 
 
+def test_measuring_ends_between_two_calls_once_it_is_asked_to():
+    calls = []
+
+    class Counted(ReferenceExperts):
+        def __call__(self, *args, **kwargs):
+            calls.append(1)
+            return super().__call__(*args, **kwargs)
+
+    rows = (ROWS[3], replace(ROWS[3], name="after"))
+    decision = decide(problem_of(WEIGHTS, CPU, top_k=2), rows, order={})
+    build = lambda backend, weights, problem: Counted(weights)  # noqa: E731
+    with pytest.raises(MeasuringStoppedError):
+        measure(WEIGHTS, decision, rows, grid=(1, 4), build=build, stopped=lambda: len(calls) >= 4)
+    assert len(calls) == 4
+    with pytest.raises(MeasuringStoppedError):
+        measure(WEIGHTS, decision, rows, build=lambda *_: pytest.fail("made"), stopped=lambda: True)
+
+
 def result(name, *us):
     return Result(name, "", 1e-3, dict(zip((1, 8, 64, 512), us, strict=True)))
 
@@ -90,15 +116,23 @@ def test_one_that_was_given_up_is_taken_only_where_nothing_else_is_left():
     assert choose([slow, replace(fast, refusal="broke later")]) == [(None, "slow")]
 
 
-def test_a_backend_much_slower_than_the_others_is_given_up():
-    class Slow(ReferenceExperts):
+def test_a_backend_much_slower_than_the_others_is_given_up(monkeypatch):
+    took = []
+
+    class Fast(ReferenceExperts):
+        microseconds = 10.0
+
         def __call__(self, *args, **kwargs):
-            time.sleep(0.05)
+            took.append(self.microseconds)
             return super().__call__(*args, **kwargs)
 
+    class Slow(Fast):
+        microseconds = 50.0
+
+    monkeypatch.setattr(autotuning, "time_calls", lambda call, *_: (call(0), took[-1])[1])
     rows = (row("right"), row("slow"))
     decision = decide(problem_of(WEIGHTS, CPU, top_k=2), rows, order={})
-    kinds = {"right": ReferenceExperts, "slow": Slow}
+    kinds = {"right": Fast, "slow": Slow}
     results = measure(WEIGHTS, decision, rows, grid=(1, 2), build=lambda b, w, p: kinds[b.name](w), give_up=3.0)
     assert [list(r.microseconds) for r in results] == [[1, 2], [1]]
     assert [r.refusal for r in results] == ["", ""]

@@ -20,6 +20,7 @@ from waiting import until, until_inside
 from expertd.errors import InternalError, LayerNotHeldError
 from expertd_client import ExpertClient
 from expertd_kernels import reference, relative_error, tolerance
+from expertd_kernels.measure import autotuning
 from expertd_kernels.sources.synthetic import random_inputs
 from expertd_server.boot.assignment import BootError, open_source
 from expertd_server.boot.compiling import KernelsAhead
@@ -384,6 +385,28 @@ def test_a_host_that_is_closed_while_it_loads_ends(started, monkeypatch):
         host.ready(20)
     assert not host._loader.is_alive()
     assert not host.engine._thread.is_alive()
+
+
+def test_a_host_that_is_closed_while_it_measures_ends(started, monkeypatch, tmp_path):
+    """As for minutes with --oracle measure on a CPU: a timing that ends only when a call raises."""
+    measuring, given_up = threading.Event(), threading.Event()
+
+    def endless(call, *_):
+        measuring.set()
+        while not given_up.is_set():
+            call(0)
+        return 1.0
+
+    monkeypatch.setattr(autotuning, "time_calls", endless)
+    host = started(ready=False, oracle="measure", backend="auto", cache=tmp_path)
+    assert measuring.wait(60)
+    timer = threading.Timer(20, given_up.set)
+    timer.start()
+    host.close()
+    timer.cancel()
+    assert not given_up.is_set(), "it measured on"
+    with pytest.raises(Stopped):
+        host.ready(20)
 
 
 def test_a_fault_of_the_engine_reaches_the_host(monkeypatch):

@@ -264,6 +264,8 @@ def wrong(kind: str) -> list[pb.WeightPart]:
         tensors[name] = tensors[name].to(torch.int32)
     if kind == "unknown":
         tensors[name.replace("weight", "wait")] = tensors.pop(name)
+    if kind == "fused":
+        tensors["model.layers.1.mlp.experts.gate_up_proj"] = tensors.pop(name)
     out = trained.parts(tensors)
     part = next((p for p in out if p.name == name), None)
     if kind == "hash":
@@ -284,7 +286,8 @@ def wrong(kind: str) -> list[pb.WeightPart]:
         ("missing", r"layer 1: up weight of expert 2 is missing"),
         ("shape", r"experts\.2\.up_proj\.weight: shape \[256, 128\], want \[128, 256\]"),
         ("dtype", r"experts\.2\.up_proj\.weight: I32 .*want BF16"),
-        ("unknown", r"experts\.2\.up_proj\.wait: BF16 .*want a name of the served checkpoint"),
+        ("unknown", r"up_proj\.wait: unknown name; the served checkpoint has \S*experts\.2\.up_proj\.weight$"),
+        ("fused", r"experts\.gate_up_proj: unknown name; the served checkpoint has \S*experts\.0\.down_proj\.weight$"),
         ("hash", r"experts\.2\.up_proj\.weight: SHA-256"),
         ("half", r"experts\.2\.up_proj\.weight: some of its bytes are missing"),
         ("beyond", r"bytes 2 to 65538, but BF16 \[128, 256\] has 65536"),
@@ -303,6 +306,21 @@ def test_wrong_tensors_leave_the_old_version(kind, says, serve, folder):
     server.update(trained.step(2), name="good")
     assert server.answers() != first
     assert server.call("GetUpdate").last_error == ""
+
+
+def test_unquantized_weights_of_another_dtype_are_refused_when_they_are_put(serve, folder, tmp_path):
+    """And not when everything was sent; a server that quantizes takes them."""
+    server = serve(trained.config(folder))
+    server.call("BeginUpdate", update="f32")
+    first = trained.parts(trained.step(2, torch.float32))[:1]
+    with pytest.raises(
+        ChangeRefusedError, match=r"experts\.0\.gate_proj\.weight: F32, want BF16, in which it is served"
+    ):
+        server.call("PutWeights", update="f32", parts=first)
+    server.call("AbortUpdate", update="f32")
+    server.update(trained.step(2), name="bf16")
+    quantizes = serve(trained.config(folder, quantize="int4_g128"))
+    quantizes.update(trained.step(2, torch.float32), name="f32")
 
 
 def test_an_update_that_answers_otherwise_than_the_reference_is_refused(serve, folder, monkeypatch):
