@@ -36,7 +36,8 @@ except ExpertdError as error:
 
 On StreamForward an error is a `RequestError` message, and other requests of the stream go on. Any other call ends with
 the status code and with trailing metadata: `expertd-reason`, `expertd-retryable` and, where the server has advice,
-`expertd-retry-after-us`.
+`expertd-retry-after-us`. There is no reason where gRPC itself ends a call: the deadline passed at the
+client, or a message exceeds gRPC's limit.
 
 ## Try again later or at another replica
 These are retryable. Nothing here has side effects, so a second try is safe. `ExpertClient(..., retry=Retry(...))` tries

@@ -313,7 +313,8 @@ class QueueFullError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="QUEUE_F
 
 class OverloadedError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="OVERLOADED", retryable=True):
     """The answer would come after the request's deadline, as far as the server knows, so it is not computed.
-    retry_after_us estimates when it would be in time; another replica may be sooner."""
+    retry_after_us estimates when it would be in time; 0: this server is too slow for the deadline, waiting or not.
+    Another replica may be sooner."""
 
 
 class DeadlineExceededError(ExpertdError, TimeoutError, code=Code.DEADLINE_EXCEEDED, reason="DEADLINE_EXCEEDED"):

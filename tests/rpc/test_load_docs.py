@@ -4,8 +4,10 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -50,3 +52,17 @@ def test_the_data_of_perf_analyzer_are_requests_that_the_layer_answers(address, 
             x, weights = (values[name].astype(np.float32) for name in ("hidden_states", "topk_weights"))
             answer = client.forward(0, x, values["topk_ids"].astype(np.int32), weights)
             assert answer.routes_computed == 16
+
+
+def test_classes_from_the_proto_file_alone(address, tmp_path):
+    """-S: packages that are installed as they lie in this tree are not seen."""
+    root = Path(__file__).parents[2]
+    (command,) = re.findall(r"`python (-m grpc_tools.protoc .*?)`", TEXT)
+    made = tmp_path / "G"
+    made.mkdir()
+    words = [str(made) if w == "G" else w.replace("=G", f"={made}") for w in shlex.split(command)]
+    subprocess.run([sys.executable, *words], cwd=root, check=True, timeout=100)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(made), sysconfig.get_path("purelib")))}
+    words = [sys.executable, "-S", str(root / "client/examples/raw_grpcio.py"), str(address)]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -249,7 +249,16 @@ ON_GRPC = {
 ELSEWHERE = {
     *("malformed", "no_kind", "duplicate_request_id", "too_many_in_flight", "unread_bytes", "not_over_tcp"),
     *("values_not_over_tcp", "e4m3_on_device", "offsets", "offsets_on_device", "number_unprepared"),
-    *("number_of_prepared", "draining", "came_late", "would_be_late", "queue_full", "no_memory", "cancelled"),
+    *(
+        "number_of_prepared",
+        "draining",
+        "came_late",
+        "would_be_late",
+        "too_slow",
+        "queue_full",
+        "no_memory",
+        "cancelled",
+    ),
     *("overtaken", "expired"),
 }
 """Texts that are no request's content: see the tests below and those of each transport."""

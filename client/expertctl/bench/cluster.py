@@ -33,6 +33,7 @@ from rich.table import Table
 from expertctl.common.brief import fewer
 from expertctl.common.counts import at_least
 from expertctl.common.echo import echo_server, no_echo
+from expertctl.common.progress import told
 from expertctl.common.workload import LayerShape, drawn
 from expertd.common.tables import console, print_table
 from expertd_client.clients.client import ExpertClient
@@ -105,16 +106,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    rows = [measure(m, h, args.top_k, args.servers, args.rounds) for m, h in SIZES]
+    sizes = (measure(m, h, args.top_k, args.servers, args.rounds) for m, h in SIZES)
+    first = f"{len(SIZES)} sizes, then calls of 1 and of {args.servers} echo servers"
+    rows = list(told(sizes, first, lambda row: f"{row.tokens} x {row.hidden_size}"))
     ones: list[One] = []
     owns: list[Own] = []
     profiled, missing = "", no_echo()
     if not missing:
         requests = [_request(m, CALLS_HIDDEN, args.top_k) for m in CALLS_TOKENS]
         with _echoes(1) as (address,), ExpertClient(address) as client, ExpertCluster([address]) as cluster:
-            ones = [measure_one(client, cluster, request, args.rounds * 20) for request in requests]
+            calls = (measure_one(client, cluster, request, args.rounds * 20) for request in requests)
+            ones = list(told(calls, "calls of 1 server", lambda one: f"{one.tokens} x {one.hidden_size}"))
         with _echoes(args.servers) as addresses, ExpertCluster(addresses) as cluster:
-            owns = [measure_own(cluster, request, args.rounds * 5) for request in requests]
+            shares = (measure_own(cluster, request, args.rounds * 5) for request in requests)
+            first = f"calls of {args.servers} servers"
+            owns = list(told(shares, first, lambda own: f"{own.tokens} x {own.hidden_size}"))
             if args.profile:
                 profiled = profile(cluster, requests[1])
     if args.json:

@@ -164,7 +164,8 @@ def _show(report: dict[str, Any]) -> None:
         "output": f"{out['dtype']} {out['shape']}, {out['min']:.4g} to {out['max']:.4g}"
         if "dtype" in out
         else "digest",
-        "digest": f"sum {out['sum']:.6g}, sum of squares {out['sum_of_squares']:.6g}, crc32 {out['crc32']}",
+        "digest": f"sum {out['sum']:.6g}, sum of squares {out['sum_of_squares']:.6g},"
+        f" crc32 0x{out['crc32']} ({int(out['crc32'], 16)})",
         "round trip": duration(report["round_trip_us"] * 1e-6),
         "server": ", ".join(f"{k[:-3]} {duration(v * 1e-9)}" for k, v in t.items() if k in SERVER.values()),
         "batch": f"{t['batch_tokens']} tokens of {t['batch_requests']} requests, backend {t['backend']}",

@@ -52,7 +52,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def _replay(args: argparse.Namespace, recording: Recording) -> Outcome:
     count = min(len(recording), args.requests or len(recording))
-    plan = LoadPlan(tokens=0, schedule=(recording.at_us[:count] * 1e-6 / args.speed).tolist(), seed=args.seed)
+    tokens = set(recording.tokens[:count].tolist())
+    plan = LoadPlan(
+        tokens=tokens.pop() if len(tokens) == 1 else 0,
+        schedule=(recording.at_us[:count] * 1e-6 / args.speed).tolist(),
+        requests=count,
+        seed=args.seed,
+    )
     async with CommandClients(args, [args.address]) as callers:
         (described,) = callers.described
         wanted = replayed(recording, described, args.seed, output_dtype=args.output_dtype)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from typing import TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import TextIO, TypeVar
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "told"]
+
+T = TypeVar("T")
 
 _EVERY_S = 0.25
 
@@ -46,3 +48,12 @@ class Progress:
         left = f", about {took_s * (self._whole - done) / done:,.0f} s left" if done and took_s >= 1 else ""
         self._out.write(f"\r{self._what}: {done:,} of {self._whole:,} calls, {took_s:,.0f} s{left}\x1b[K")
         self._out.flush()
+
+
+def told(found: Iterable[T], first: str, named: Callable[[T], str]) -> Iterator[T]:
+    """What `found` has.  Standard error gets the line `first`, and one for each with its name and the seconds since."""
+    begun_s = time.monotonic()
+    print(first, file=sys.stderr, flush=True)
+    for one in found:
+        print(f"{named(one)}: done after {time.monotonic() - begun_s:.0f} s", file=sys.stderr, flush=True)
+        yield one

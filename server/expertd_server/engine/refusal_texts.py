@@ -173,6 +173,10 @@ TEXTS: dict[str, RefusalText] = {
         "request: got {left} ms left of its time, want {want}, with what runs and waits before it; try again after"
         " retry_after_us, or another replica",
     ),
+    "too_slow": RefusalText(
+        e.OverloadedError,
+        "request: got {left} ms left of its time, want {want}, which it takes alone; allow more, or another replica",
+    ),
     "queue_full": RefusalText(
         e.QueueFullError,
         "queue: got {all} {unit} waiting, {own} of them this caller's, and {more} more, want at most {most} of one"

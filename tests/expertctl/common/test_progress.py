@@ -6,7 +6,7 @@ import pty
 import subprocess
 import sys
 
-from expertctl.common.progress import Progress
+from expertctl.common.progress import Progress, told
 
 
 class Terminal(io.StringIO):
@@ -57,3 +57,13 @@ def test_the_command_shows_it_on_a_terminal_alone():
     assert b"simulated: 0 of 200 calls" in shown
     assert done.stdout.startswith("{")
     assert simulated(subprocess.PIPE).stderr == ""
+
+
+def test_parts_are_told_on_standard_error_as_they_are_done(capsys, monkeypatch):
+    monkeypatch.setattr("time.monotonic", lambda: 5.0)
+    found = told(iter((1, 2)), "two parts", lambda n: f"part {n}")
+    assert next(found) == 1
+    assert capsys.readouterr().err == "two parts\npart 1: done after 0 s\n"
+    assert list(found) == [2]
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "part 2: done after 0 s\n")

@@ -144,7 +144,7 @@ API double expertd_forecast_running(Rules* r, uint64_t now) {
 API double expertd_forecast_waiting(Rules* r) {
   return r->accounts.forecast([](const Forecast& f) { return f.waiting_ns(); });
 }
-// out: when it is expected, from now, and how late it may be.
+// out: when it is expected, from now, how late it may be, and how much of that what runs and waits makes.
 API void expertd_forecast_foresee(Rules* r, uint64_t now, uint32_t layer, uint32_t queue, uint64_t tokens, uint64_t top_k,
                                   uint64_t deadline_ns, uint64_t own_routes, uint64_t callers, uint64_t all_routes, double* out) {
   const Foreseen seen = r->accounts.forecast([&](const Forecast& f) {
@@ -152,4 +152,5 @@ API void expertd_forecast_foresee(Rules* r, uint64_t now, uint32_t layer, uint32
   });
   out[0] = seen.in_ns;
   out[1] = seen.late_ns;
+  out[2] = seen.less_ns;
 }

@@ -94,6 +94,7 @@ class Cut(NamedTuple):
 class Foreseen(NamedTuple):
     in_ns: float
     late_ns: float
+    less_ns: float
 
 
 def urgency(r: Asked) -> int:
@@ -154,6 +155,6 @@ class Rules:
         return int(self._lib.expertd_rules_foreseen(self._r, id(r)))
 
     def foresee(self, *asked: int) -> Foreseen:
-        out = (C.c_double * 2)()
+        out = (C.c_double * 3)()
         self._lib.expertd_forecast_foresee(self._r, *asked, out)
         return Foreseen(*out)

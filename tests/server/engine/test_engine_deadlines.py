@@ -118,6 +118,21 @@ SLOW = ((1, 1, 200_000_000), (64, 1, 12_800_000_000))
 """As if a row took 200 ms: no busy machine comes near."""
 
 
+def test_what_is_too_slow_on_an_idle_server_gets_no_advice_to_wait(make):
+    s = make(measured=SLOW)
+
+    def refused(tag: int) -> OverloadedError | None:
+        s.run(s.caller.request(tag, inputs(1), [[2]], [[1.0]]))
+        try:
+            s.engine.ask(one(s, 1000, 3.0, tokens=30))
+        except OverloadedError as e:
+            return e
+        return None  # a pause of this machine: times are older than a second
+
+    error = next(e for tag in range(100) if (e := refused(tag)) and not e.retry_after_us)
+    assert "which it takes alone; allow more" in error.message
+
+
 def test_what_cannot_be_in_time_is_refused_at_once_with_advice(make):
     s = make(measured=SLOW)
     s.block()

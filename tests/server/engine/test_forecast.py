@@ -91,6 +91,7 @@ def test_what_runs_and_what_waits_is_before_it():
     seen = foresee(f, 4 * MS, 40 * MS, waiting=40, own=40)
     assert seen.in_ns == pytest.approx(30 * MS)
     assert seen.late_ns == pytest.approx((SAFETY * 26 + 4 - 40) * MS)
+    assert seen.less_ns == pytest.approx(26 * MS), "what runs and waits, without what is added for safety"
     f.forecast_leave(3, 0, 20, 40)
     assert f.forecast_waiting() == 0.0
 
@@ -120,6 +121,7 @@ def test_an_idle_server_tries_again_what_it_thinks_it_cannot_do():
     f.forecast_computed(MS, 3, 1, 2, MS, 0)
     f.forecast_end(MS)
     assert foresee(f, 2 * MS, MS).late_ns > 0, "four rows take 4 ms, and 1 ms is left"
+    assert foresee(f, 2 * MS, MS).less_ns == 0, "that is so whenever it is asked for"
     assert foresee(f, MS + SECOND, MS).late_ns == 0, "nothing was computed for a second: who knows"
 
 
@@ -143,6 +145,27 @@ def forecast_begun() -> Rules:
     f = forecast()
     begin(f, 0, 1)
     return f
+
+
+def test_one_outlier_counts_as_four_batches_and_two_in_a_row_as_what_they_are():
+    t = times(*[(8, 2, 100)] * 10, (8, 2, 100_000))
+    assert t.expect(8, 2) == pytest.approx(100 + 300 * 0.2)
+    t.saw(8, 2, 100)
+    assert t.expect(8, 2) < 160
+    t.saw(8, 2, 100_000)
+    t.saw(8, 2, 100_000)
+    assert t.expect(8, 2) > 20_000
+
+
+def test_an_idle_server_does_not_refuse_for_what_went_wrong_before():
+    f = forecast_begun()
+    f.forecast_computed(MS, 3, 1, 2, MS, 90 * MS)
+    f.forecast_went_out(MS, 90 * MS)
+    assert foresee(f, MS, 10 * MS).late_ns > 0, "while something runs"
+    f.forecast_end(MS)
+    assert foresee(f, MS, 10 * MS).late_ns < 0
+    f.forecast_went_out(MS, 90 * MS)
+    assert foresee(f, MS, 10 * MS).late_ns > 0, "two in a row: answers take long"
 
 
 def test_the_way_out_counts():

@@ -196,3 +196,36 @@ def test_a_slow_minute_is_forgotten():
     assert np.mean(taken[0]) > 0.9
     assert np.mean(taken[1]) < 0.3
     assert np.mean(taken[2]) > 0.9
+
+
+def one_caller(s: Server, way_out: Callable[[int], int] = lambda n: 0) -> list[bool]:
+    """A call of 4 tokens each 50 ms, with 5 ms: which of them were answered, or would have been but for way_out, how
+    long the n-th answer took to its caller."""
+    answered = []
+    for n in range(200):
+        now = n * 50 * MS
+        r = request(4, now + 5 * MS, "a")
+        s.come(r, now)
+        computed = bool(s.batch)
+        if computed:
+            s.end()
+            s.rules.forecast_went_out(s.over_ns, float(way_out(n)))
+        answered.append(computed)
+    return answered
+
+
+@pytest.mark.parametrize("slow", [{20}, {20, 60}])
+def test_one_slow_batch_of_an_idle_server_refuses_nobody_after_it(slow):
+    count = iter(range(-8, 1000))
+    s = Server(lambda rows, rng: 47 * MS if next(count) in slow else MS // 4)
+    assert one_caller(s) == [True] * 200
+
+
+def test_one_slow_answer_of_an_idle_server_refuses_nobody_after_it():
+    s = Server(lambda rows, rng: MS // 4)
+    assert one_caller(s, lambda n: 47 * MS if n == 20 else MS // 10) == [True] * 200
+
+
+def test_an_idle_server_that_is_too_slow_for_a_deadline_says_so():
+    """It tries again once a second."""
+    assert sum(one_caller(Server(lambda rows, rng: 20 * MS))) <= 10

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from rich.table import Table
 
 from expertctl.bench.faults.failures import Failures
-from expertctl.bench.faults.run import AWAY_S, FAULTS, FaultMeasurement, run
+from expertctl.bench.faults.run import AWAY_S, FAULTS, QUIET_S, FaultMeasurement, run
 from expertctl.common.brief import briefly, fewer
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, counted, positive
+from expertctl.common.progress import told
 from expertd.common.tables import console, print_table
 from expertd.errors import ExpertdError
 
@@ -46,8 +47,11 @@ def run_command(args: argparse.Namespace) -> int:
     """Measures and prints; 1 where a call failed, or where it could not go on: what was measured by then is shown."""
     found: list[tuple[FaultMeasurement, Failures]] = []
     ended = ""
+    seconds = args.events * (args.away + min(QUIET_S, args.away))
+    first = f"{', '.join(args.fault)}: {counted(args.events, 'event')} of each, {seconds:,.0f} s or more"
     try:
-        for row, failures in run(args.fault, args.events, args.callers, args.tokens, args.away):
+        rows = run(args.fault, args.events, args.callers, args.tokens, args.away)
+        for row, failures in told(rows, first, lambda one: one[0].fault):
             found.append((row, failures))
     except ExpertdError as error:
         ended = f"{error.reason}: {error.message}"

@@ -12,7 +12,7 @@ from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.load import Effect, LoadClients, effect, p99_ms
 from expertctl.bench.faults.scene import FAULTS, Event, Scene
 
-__all__ = ["AWAY_S", "FAULTS", "FaultMeasurement", "run"]
+__all__ = ["AWAY_S", "FAULTS", "QUIET_S", "FaultMeasurement", "run"]
 
 BOUND = 2e-2
 """Relative, of an answer to the one before anything happened: servers join batches, which rounds otherwise."""

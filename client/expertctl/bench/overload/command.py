@@ -15,7 +15,8 @@ from expertctl.bench.overload.cost import PARTS, Cost, measure_cost
 from expertctl.bench.overload.run import NotMeasured, OverloadPlan, measure
 from expertctl.bench.overload.tally import OverloadMeasurement
 from expertctl.common.brief import briefly
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, counted, positive
+from expertctl.common.progress import told
 from expertd.common.tables import console, print_table
 
 __all__ = ["add_arguments", "run_command"]
@@ -124,7 +125,9 @@ def run_command(args: argparse.Namespace) -> int:
         args.bare,
         args.cores,
     )
-    found = list(measure(plan))
+    asked = f"{counted(len(plan.ways), 'transport')}, {counted(len(plan.loads), 'load')} of each"
+    first = f"{asked}: most of the time goes to the search for the peak of each transport"
+    found = list(told(measure(plan), first, lambda row: row.way))
     rows, missing = (
         [f for f in found if isinstance(f, OverloadMeasurement)],
         [f for f in found if isinstance(f, NotMeasured)],

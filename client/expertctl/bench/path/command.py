@@ -91,7 +91,9 @@ def _show(found: Measured) -> None:
         print_table(out, _times(found.rows))
         print_table(out, _stages(found.rows))
     for what, why in found.refused.items():
-        out.print(f"{what}: {why}", markup=False)
+        out.print(f"{what}: not measured: {why}", markup=False)
+    if len({row.server for row in found.rows}) > 1:
+        out.print("echo: an echo server that this command started, beside the one that you named")
 
 
 def _times(rows: Sequence[PathMeasurement]) -> Table:

@@ -32,6 +32,7 @@ struct Verdict {
   Account* account = nullptr;
   uint64_t foreseen_ns = 0;  // when it is expected to be computed; 0 = not known
   uint64_t late_ns = 0;      // of kOverloaded: how long after its deadline its answer may come
+  uint64_t retry_ns = 0;     // and after how long it would be in time; 0 = waiting does not help
   Shortage shortage;         // of kQueueFull
 };
 
@@ -52,7 +53,12 @@ class Accounts {
     if (config_.refuse_late && f.deadline_ns) {
       const Foreseen seen = forecast_.foresee(now, f.layer, line_of(f), f.tokens, f.top_k, f.deadline_ns, own.routes,
                                               callers_ + !own.requests, all_.routes);
-      if (seen.late_ns > 0) return v.reason = kOverloaded, v.late_ns = uint64_t(seen.late_ns), v;
+      if (seen.late_ns > 0) {
+        v.reason = kOverloaded;
+        v.late_ns = uint64_t(seen.late_ns);
+        v.retry_ns = uint64_t(std::min(seen.late_ns, seen.less_ns));
+        return v;
+      }
       if (seen.in_ns > 0) v.foreseen_ns = now + uint64_t(seen.in_ns);
     }
     if (asked) return v;

@@ -105,8 +105,10 @@ Refusal Core::refusal_of(const Verdict& v, const Forward& f, uint64_t now) const
       break;
     case kOverloaded: {
       const double left_ms = (double(f.deadline_ns) - double(now)) * 1e-6;
-      why = refusal<Text::would_be_late>(tenths(left_ms), tenths(left_ms + double(v.late_ns) * 1e-6));
-      why.retry_after_us = uint32_t(std::clamp<uint64_t>(v.late_ns / 1000, 1, kLongestUs));
+      const double want_ms = left_ms + double(v.late_ns) * 1e-6;
+      why = v.retry_ns ? refusal<Text::would_be_late>(tenths(left_ms), tenths(want_ms))
+                       : refusal<Text::too_slow>(tenths(left_ms), tenths(want_ms));
+      why.retry_after_us = uint32_t(std::min<uint64_t>((v.retry_ns + 999) / 1000, kLongestUs));
       break;
     }
     default: {

@@ -16,9 +16,12 @@ class BatchTimes {
     Column& column = columns_[width(top_k)];
     const int i = log2_up(rows, kRows - 1);
     Cell& cell = column.cells[i];
+    // An outlier counts in full only if the next batch is as long: one pause of the machine says nothing about batches.
+    const double counted = cell.batches ? std::min(double(ns), std::max(kOutlier * cell.ns, cell.last_ns)) : double(ns);
     const double weight = std::max(kSmoothing, 1.0 / ++cell.batches);  // the first ones count alike
     cell.rows += weight * (double(rows) - cell.rows);
-    cell.ns += weight * (double(ns) - cell.ns);
+    cell.ns += weight * (counted - cell.ns);
+    cell.last_ns = double(ns);
     column.known |= uint64_t(1) << i;
   }
 
@@ -39,11 +42,12 @@ class BatchTimes {
   }
 
  private:
-  static constexpr double kSmoothing = 0.2;
+  static constexpr double kSmoothing = 0.2, kOutlier = 4;
   static constexpr int kRows = 33, kWidths = 10;
 
   struct Cell {
     double rows = 0, ns = 0;  // moving averages
+    double last_ns = 0;
     uint32_t batches = 0;
   };
   struct Column {
@@ -80,15 +84,19 @@ class Slack {
   double at(uint64_t now) const {
     return now > at_ns_ ? ns_ * std::exp2(-double(now - at_ns_) / kHalfLifeNs) : ns_;
   }
+  // Of the last two the less: one outlier does not count.
+  double steady(uint64_t now) const { return std::min({at(now), last_ns_, before_ns_}); }
   void saw(uint64_t now, double ns) {
     const double before = at(now);
     ns_ = std::max(ns, before);
     at_ns_ = now;
+    before_ns_ = last_ns_;
+    last_ns_ = ns;
   }
 
  private:
   static constexpr double kHalfLifeNs = 5e9;
-  double ns_ = 0;
+  double ns_ = 0, last_ns_ = 0, before_ns_ = 0;
   uint64_t at_ns_ = 0;
 };
 
@@ -104,6 +112,7 @@ struct LayerWork {
 struct Foreseen {
   double in_ns = 0;    // best guess, from now; 0: nothing is known
   double late_ns = 0;  // how long after its deadline it may come, allowing for what went wrong lately; <= 0: in time
+  double less_ns = 0;  // by how much it can come sooner if it is asked for later: what runs and waits before it
 };
 
 // Not thread-safe.  Lines by their layer's number and whether router weights are on the input.
@@ -155,7 +164,10 @@ class Forecast {
     return now <= free_ns_ ? double(free_ns_ - now) : double(now - free_ns_);
   }
   double waiting_ns() const { return std::max(0.0, backlog_ns_); }
-  double way_out_ns(uint64_t now) const { return way_out_.at(now); }
+  // waiting: of so many requests, all that there are, none is refused for one answer that took long.
+  double way_out_ns(uint64_t now, uint64_t waiting) const { return idle(waiting) ? way_out_.steady(now) : way_out_.at(now); }
+  // Whether nothing runs, and no more waits than this.
+  bool idle(uint64_t waiting) const { return !under_way_ && waiting_ <= waiting; }
   // Whether times are not older than a second: else a request is computed whatever is expected, so that an estimate that
   // was wrong does not stay so because nothing is computed any more.
   bool fresh(uint64_t now) const { return under_way_ || (seen_ns_ && now - seen_ns_ < kFreshNs); }
@@ -166,9 +178,9 @@ class Forecast {
     const auto found = layers_.find(number);
     if (found == layers_.end() || !tokens) return {};
     const LayerWork& w = found->second;
-    const double alone = w.times.expect(tokens, top_k), out = way_out_.at(now), left = double(deadline_ns - now);
+    const double alone = w.times.expect(tokens, top_k), out = way_out_ns(now, 0), left = double(deadline_ns - now);
     if (alone == 0) return {};
-    if (!under_way_ && !waiting_) return {alone, fresh(now) ? alone + out - left : 0};
+    if (idle(0)) return {alone, fresh(now) ? alone + out - left : 0, 0};
     const uint64_t routes = tokens * top_k;
     const double running = running_ns(now);
     const double more = std::max(0.0, cost(w, w.tokens[queue] + tokens, w.routes[queue] + routes) - w.cost_ns[queue]);
@@ -177,7 +189,7 @@ class Forecast {
     const double ahead = waiting_ns() * part;
     const double slack = std::min(slack_.at(now), left / 2);
     const double careful = kSafety * running + std::max(kSafety * ahead + more, alone) + out + slack;
-    return {running + std::max(ahead + more, alone), careful - left};
+    return {running + std::max(ahead + more, alone), careful - left, running + ahead};
   }
 
  private:

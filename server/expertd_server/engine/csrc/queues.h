@@ -93,7 +93,7 @@ inline Bounds bounds_of(const Config& config, Accounts& accounts, const LayerWor
   accounts.forecast([&](const Forecast& f) {
     if (f.fresh(now)) b.times = &work.times;
     b.before_ns = f.running_ns(now);
-    b.after_ns = f.way_out_ns(now);
+    b.after_ns = f.way_out_ns(now, 1);
   });
   return b;
 }

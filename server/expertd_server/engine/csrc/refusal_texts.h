@@ -124,6 +124,7 @@ enum class Text : uint32_t {
   draining,
   came_late,
   would_be_late,
+  too_slow,
   queue_full,
   no_memory,
   cancelled,
@@ -140,7 +141,7 @@ struct RefusalText {
   const char* text;
 };
 
-constexpr RefusalText kRefusalTexts[56] = {
+constexpr RefusalText kRefusalTexts[57] = {
     {2, 1, "message: got bytes that are no {}, want a serialized protobuf message"},
     {2, 1, "message: got nothing that this connection takes, want {}"},
     {3, 0, "request_id: got 0, want a number that is unique among those in flight"},
@@ -189,6 +190,7 @@ constexpr RefusalText kRefusalTexts[56] = {
     {17, 0, "server: it drains and takes no new requests; ask another replica"},
     {18, 0, "request: its deadline had passed when it came; want time left to compute it"},
     {19, 2, "request: got {} ms left of its time, want {}, with what runs and waits before it; try again after retry_after_us, or another replica"},
+    {19, 2, "request: got {} ms left of its time, want {}, which it takes alone; allow more, or another replica"},
     {20, 5, "queue: got {} {} waiting, {} of them this caller's, and {} more, want at most {} of one caller, and room for others; try again after retry_after_us, or another replica"},
     {20, 1, "output: got no memory for {} bytes; try again later, or another replica"},
     {21, 0, "request: cancelled by its caller"},
