@@ -35,10 +35,12 @@ SETS = 8
 class Server:
     """`expertd serve` as a process; seconds: from its start to SERVING."""
 
-    def __init__(self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
-        """env: variables besides this process's."""
+    def __init__(
+        self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None, python: str = sys.executable
+    ) -> None:
+        """env: variables besides this process's; python: whose packages serve."""
         self.name, self.log, self.start = name, log, time.monotonic()
-        command = [sys.executable, "-m", "expertd_server.commands.cli", "serve", "--listen", "127.0.0.1:0", *args]
+        command = [python, "-m", "expertd_server.commands.cli", "serve", "--listen", "127.0.0.1:0", *args]
         with log.open("wb") as out:
             more = os.environ | {"PYTHONUNBUFFERED": "1"} | (env or {})
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=more)

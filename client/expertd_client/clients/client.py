@@ -197,6 +197,9 @@ class ExpertClient(Forwarder):
                 )
             return self._device_transports[device]
 
+    def expect(self) -> None:
+        self._exchange.expect()
+
     def close(self) -> None:
         for transport in self._device_transports.values():
             transport.close()

@@ -49,6 +49,11 @@ class Forwarder(Protocol):
         """How tensors on that GPU of this process reach the server without this host; None: it is not known."""
         return None
 
+    def expect(self) -> None:
+        """A forward comes within some 0.1 ms, from this thread: a server that sleeps may wake up meanwhile.  Does not
+        wait, and raises nothing; where nobody can be told it does nothing."""
+        return
+
     def forward(
         self,
         layer: int,

@@ -112,6 +112,7 @@ class RemoteExperts(torch.nn.Module):
         self.weights_version_seen = 0
         self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
         self._tickets = itertools.count(1)
+        self._last: tuple[object, Request | None] = None, None  # what the tensors of a call were, and it without them
         self._number = next(_NUMBERS)
         _MODULES[self._number] = self
 
@@ -162,6 +163,8 @@ class RemoteExperts(torch.nn.Module):
         return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
 
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if hidden_states.is_cpu:
+            return self._through_here(hidden_states, topk_ids, topk_weights)
         transport = self._device_transport(hidden_states)
         if transport is not None:
             out = transport.forward(
@@ -170,6 +173,11 @@ class RemoteExperts(torch.nn.Module):
             if out is not None:
                 return out.to(hidden_states.dtype).view(hidden_states.shape)
         self._refuse_capture(hidden_states, transport)
+        return self._through_here(hidden_states, topk_ids, topk_weights)
+
+    def _through_here(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """By requests of this process."""
+        self.forwarder.expect()  # checks and copies take as long as its waking
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
@@ -194,6 +202,7 @@ class RemoteExperts(torch.nn.Module):
                 self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
                 return torch.tensor(ticket)
         self._refuse_capture(hidden_states, transport)
+        self.forwarder.expect()
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
         self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
@@ -251,6 +260,23 @@ class RemoteExperts(torch.nn.Module):
             )
 
     def _call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
+        kinds = (
+            *(hidden_states.shape, topk_ids.shape, topk_weights.shape),
+            *(hidden_states.dtype, topk_ids.dtype, topk_weights.dtype),
+            *(self.layer, self.max_tokens, self.weights_version),
+        )
+        known, sent = self._last
+        if sent is not None and kinds == known and topk_ids.is_cpu and int(topk_ids.min()) >= 0:
+            return _Call([sent.again(hidden_states, topk_ids, topk_weights)], None, topk_ids.numel())
+        call = self._checked_call(hidden_states, topk_ids, topk_weights)
+        if len(call.requests) == 1:
+            sent = call.requests[0]
+            travel = sent.hidden_states, sent.topk_ids, sent.topk_weights
+            if all(a is b for a, b in zip(travel, (hidden_states, topk_ids, topk_weights), strict=True)):
+                self._last = kinds, sent.again(None, None, None)
+        return call
+
+    def _checked_call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
         self._check_shapes(hidden_states, topk_ids, topk_weights)
         x, ids, weights = hidden_states, topk_ids, topk_weights
         if x.dim() != 2:
@@ -298,6 +324,9 @@ class RemoteExperts(torch.nn.Module):
     def _of_one_version(self, call: _Call, answers: list[ForwardResult]) -> list[ForwardResult]:
         """Parts of a call that was cut may be of two versions of the weights, where the server has switched between
         them: those of the older one are asked for once more."""
+        if len(answers) == 1:
+            self._saw(answers[0].weights_version)
+            return answers
         newest = max(answer.weights_version for answer in answers)
         out = []
         for request, answer in zip(call.requests, answers, strict=True):
@@ -306,9 +335,12 @@ class RemoteExperts(torch.nn.Module):
                 again = request.pinned(newest)
                 answer = self.forwarder.forward_request(again, timeout_s=self.timeout_s)
             out.append(answer)
-        if newest != self.weights_version_seen:
-            self.weights_version_seen = newest
+        self._saw(newest)
         return out
+
+    def _saw(self, version: int) -> None:
+        if version != self.weights_version_seen:  # torch makes assignments to a module slow
+            self.weights_version_seen = version
 
 
 def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:

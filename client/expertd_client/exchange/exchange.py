@@ -84,6 +84,13 @@ class Exchange:
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer
 
+    def expect(self) -> None:
+        """A call comes soon: what sleeps may wake up meanwhile."""
+        link = self._link
+        connection = None if link is None else link.blocking
+        if connection is not None:
+            connection.expect()
+
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
         """A slot of the session connection, as in expertd_client.clients.slot; None: there is none."""
         return self._open().slot(tokens, hidden_size, top_k, dtype)

@@ -76,8 +76,9 @@ def _kind(nbytes: int) -> Any:
     return type("LentBytes", (LentBytes, C.c_uint8 * nbytes), {})
 
 
-def lend(address: int, nbytes: int, give_back: Callable[[], None]) -> LentBytes:
-    """The memory at `address`, which stays there until it is given back."""
+def lend(address: int, nbytes: int, give_back: Callable[[], None] | None = None) -> LentBytes:
+    """The memory at `address`, which stays there until it is given back.  give_back: None = it is set later, or nobody
+    wants it."""
     lent: LentBytes = _kind(nbytes).from_address(address)
     lent.give_back = give_back
     return lent

@@ -271,6 +271,17 @@ class Request(_Fields):
         dtypes = self.dtypes if output is None else (output, *self.dtypes[1:])
         return self._part(hidden_states, topk_ids, topk_weights, None, dtypes)
 
+    def again(self, hidden_states: Any, topk_ids: Any, topk_weights: Any) -> Request:
+        """The same with other tensors of the same kinds, shapes and dtypes, in the trace that the caller is in now.
+        Nothing is checked: whoever has no gradients to refuse, and has seen that they are the same."""
+        part = _Fields()
+        part.layer, part.output_dtype, part.weights_version = self.layer, self.output_dtype, self.weights_version
+        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
+        part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
+        part.grouped, part.dtypes, part._form, part.plain = None, self.dtypes, self._form, self.plain
+        part.traceparent = current_traceparent()
+        return _finished(part)
+
     def pinned(self, weights_version: int) -> Request:
         """The same, to be computed by that version of the weights; 0 = by the one that is served."""
         if weights_version == self.weights_version:

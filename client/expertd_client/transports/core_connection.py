@@ -212,11 +212,26 @@ class BlockingConnection(CoreConnection):
         self._back(ticket)
         raise refusal(answer)
 
-    def _send_and_wait(self, request: Request, sent: Sent, answer: Completion, deadline: Deadline | None) -> int:
-        """The ticket; answer is filled."""
+    def expect(self) -> None:
+        """A call comes soon: the server may wake up meanwhile."""
+
+    def _send_and_wait(
+        self,
+        request: Request,
+        sent: Sent,
+        answer: Completion,
+        deadline: Deadline | None,
+        beside: Callable[[], object] | None = None,
+    ) -> int:
+        """The ticket; answer is filled.  beside: called when the request was sent."""
         sent.submission.deadline_ns = end_ns(deadline)
         try:
-            ticket = self._client.call(sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS)
+            if beside is None:
+                ticket = self._client.call(sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS)
+            else:
+                ticket = self._client.call_beside(
+                    sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS, beside
+                )
         except (NoRoomError, SessionEndedError) as e:
             raise self._ours(e) from None
         if ticket < 0:

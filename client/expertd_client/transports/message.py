@@ -23,6 +23,7 @@ from expertd_client.requests.tensors import Synthetic, are_few_bytes, device_of,
 
 __all__ = [
     "ALIGN",
+    "Prepared",
     "Sent",
     "head_of",
     "load_of",
@@ -142,20 +143,41 @@ def result(
 ) -> ForwardResult:
     """What the caller gets.  address: of the output; give_back: once, when it is not read any more.  Raises
     BadResponseError where another version of the weights computed it than the request asks for."""
-    if request.weights_version:
-        try:
-            require_version(answer.weights_version, request)
-        except BadResponseError:
-            give_back()
-            raise
-    lent: Any = lend(address, sent.tensors.out_bytes, give_back)
-    device = None if request.plain else device_of(request.hidden_states)
-    if device is None or device.type == "cpu":
-        output = over_buffer(lent, sent.out_dtype, sent.shape, device)
-    else:  # copied there
-        output = over_memory(np.frombuffer(lent, np.uint8), sent.out_dtype, sent.shape, device)
-        lent.release()
-    return result_with(answer, output, lent.release)
+    return Prepared(answer, sent, request, address).result(give_back)
+
+
+class Prepared:
+    """result() in two steps, of which the first needs no answer yet: it takes its time while the server computes.
+
+    answer   is filled between the two"""
+
+    __slots__ = ("_answer", "_found", "_lent", "_request", "_sent")
+
+    def __init__(self, answer: Completion, sent: Sent, request: Request, address: int) -> None:
+        self._answer, self._sent, self._request = answer, sent, request
+        lent: Any = lend(address, sent.tensors.out_bytes)
+        device = None if request.plain else device_of(request.hidden_states)
+        on_host = device is None or device.type == "cpu"
+        output = over_buffer(lent, sent.out_dtype, sent.shape, device) if on_host else None  # else it is copied there
+        self._lent, self._found = lent, result_with(answer, output, lent.release)
+
+    def result(self, give_back: Callable[[], None]) -> ForwardResult:
+        """As the function result().  Once; without it the memory stays whose it was."""
+        answer, found = self._answer, self._found
+        if self._request.weights_version:
+            try:
+                require_version(answer.weights_version, self._request)
+            except BadResponseError:
+                give_back()
+                raise
+        self._lent.give_back = give_back
+        found.routes_computed = answer.routes_computed
+        if found.output is None:
+            device = device_of(self._request.hidden_states)
+            memory = np.frombuffer(self._lent, np.uint8)
+            found.output = over_memory(memory, self._sent.out_dtype, self._sent.shape, device)
+            self._lent.release()
+        return found
 
 
 def result_with(answer: Completion, output: Any, give_back: Callable[[], None] | None = None) -> ForwardResult:

@@ -63,6 +63,11 @@ class Client(RequestsInFlight):
         """A call from a device comes soon (see layout.DeviceCalls), which cannot ring."""
         self._lib.wake(self._client)
 
+    def expect(self) -> None:
+        """A request comes soon: the server wakes up meanwhile, and spins for it for a moment.  Where that lately took
+        this thread's core from it nothing is done."""
+        self._lib.expect(self._client)
+
     @property
     def blocks(self) -> int:
         """Blocks of the arena that are taken."""

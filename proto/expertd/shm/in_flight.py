@@ -8,7 +8,7 @@ Thread-safe.
 from __future__ import annotations
 
 import ctypes as C
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint64
 from typing import Any
 
@@ -66,6 +66,30 @@ class RequestsInFlight:
                 return ticket.value
             return ticket.value if self._answered(how) else -ticket.value
         except BaseException:  # a signal's handler, or the session is over: the caller will never know the ticket
+            if ticket.value:
+                self.abandon(ticket.value)
+            raise
+
+    def call_beside(
+        self,
+        request: Submission,
+        tensors: Tensors,
+        answer: Completion,
+        timeout_ns: int,
+        spin_ns: int,
+        beside: Callable[[], object],
+    ) -> int:
+        """As call(), with beside() between the two steps: while the server computes.  timeout_ns is what remains then.
+        The request's offsets in the arena are filled in before it."""
+        ticket = c_uint64()
+        try:
+            how = self._lib.send(self._client, byref(request), byref(tensors), 0, byref(ticket))
+            if how:
+                raise self._no_room(how)
+            beside()
+            how = self._lib.wait(self._client, ticket.value, timeout_ns, spin_ns, byref(answer))
+            return ticket.value if how == _ANSWERED or self._answered(how) else -ticket.value
+        except BaseException:  # as in call(), or beside() raised
             if ticket.value:
                 self.abandon(ticket.value)
             raise

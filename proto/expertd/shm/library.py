@@ -55,6 +55,7 @@ def library() -> Any:
         ("submit", _U64, (_P, _P, _I64, _INT)),
         ("exchange", _INT, (_P, _P, _I64, _I64, _P, _P)),
         ("wake", None, (_P,)),
+        ("expect", None, (_P,)),
         ("recall", None, (_P, _U64)),
     )
     return load(LIBRARY, "shared memory", "expertd_shm_", (*TICKETS, *own))

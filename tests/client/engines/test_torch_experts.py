@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from expertd.errors import BadResponseError, BadShapeError, UnavailableError, UnsupportedCombinationError
+from expertd.errors import (
+    BadDtypeError,
+    BadResponseError,
+    BadShapeError,
+    UnavailableError,
+    UnsupportedCombinationError,
+)
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import AsyncForwarder, Forwarder
 from expertd_client.engines.torch_experts import RemoteExperts
@@ -273,3 +280,61 @@ def test_the_fake_wait_says_what_comes(far):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.ops.expertd.wait(torch.tensor(1), x.mT.contiguous().mT, None, experts._number)
     assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+# ---- a call like the last one ----------------------------------------------------------------------------------------
+
+
+def test_a_call_like_the_last_one_sends_its_own_values(far):
+    experts = RemoteExperts(far, 3, weights_version=7).eval()
+    for seed in range(3):
+        x, ids, weights = batch(5)
+        x, ids = x + seed, (ids + seed) % E
+        torch.testing.assert_close(experts(x, ids, weights).double(), expert_sum(x, ids, weights))
+        request, _ = far.seen[-1]
+        assert (request.layer, request.dtypes, request.weights_version) == (3, far.seen[0][0].dtypes, 7)
+        assert request.hidden_states is x
+        with pytest.raises(AttributeError):
+            request.layer = 4
+
+
+def test_a_call_like_the_last_one_leaves_out_tokens_without_a_route(far):
+    experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(5)
+    experts(x, ids, weights)
+    ids[1], ids[2, 0] = -1, -1
+    torch.testing.assert_close(experts(x, ids, weights).double(), expert_sum(x, ids, weights))
+    assert [r.tokens for r, _ in far.seen] == [5, 4]
+
+
+def test_a_call_unlike_the_last_one_is_checked(far):
+    experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(5)
+    experts(x, ids, weights)
+    with pytest.raises(BadShapeError):
+        experts(x, ids[:4], weights[:4])
+    with pytest.raises(BadDtypeError):
+        experts(x, ids.float(), weights)
+    with pytest.raises(UnsupportedCombinationError, match="gradients"):
+        experts(x.clone().requires_grad_(), ids, weights)
+    for other in ((x.double(), ids, weights), (x, ids.short(), weights), (x.view(1, 5, H), ids[None], weights[None])):
+        for _ in range(2):
+            torch.testing.assert_close(experts(*other).double(), expert_sum(*other))
+    experts.max_tokens, experts.layer, far.log = 3, 6, []
+    torch.testing.assert_close(experts(x, ids, weights).double(), expert_sum(x, ids, weights))
+    assert [(r.layer, r.tokens) for r, _ in far.seen[-2:]] == [(6, 3), (6, 2)]
+
+
+def test_a_call_like_the_last_one_keeps_no_tensors(far):
+    experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(5)
+    experts(x, ids, weights)
+    far.seen.clear()
+    there = weakref.ref(x)
+    del x
+    assert there() is None
+
+
+def test_a_forwarder_expects_a_call_before_it_is_checked(far):
+    far.expect = lambda: far.log.append(f"expects number {len(far.seen) + 1}")
+    experts, x = RemoteExperts(far, 0).eval(), batch(5)
+    experts(*x)
+    experts.wait(experts.start(*x))
+    assert far.log == ["expects number 1", "expects number 2", "sent", "fetched"]

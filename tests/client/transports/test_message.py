@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from expertd.shm.layout import ROUTER_WEIGHT_ON_INPUT, Tensors
+from expertd.errors import BadResponseError
+from expertd.shm.layout import ROUTER_WEIGHT_ON_INPUT, Completion, Tensors
 from expertd_client import Request
-from expertd_client.transports.message import submission_of
+from expertd_client.transports.message import Prepared, submission_of
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -63,3 +64,34 @@ def test_submissions_of_one_form_share_nothing():
     assert (plain.submission.layer, plain.submission.flags, any(plain.submission.trace)) == (5, 0, False)
     assert bytes_at(marked.tensors, "hidden") == tensors[0].tobytes()
     assert bytes_at(plain.tensors, "hidden") == (x + 1).tobytes()
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_an_answer_is_prepared_before_it_is_there_and_its_memory_goes_back_once(kind):
+    request = Request(4, *map(kind, batch()))
+    sent, answer, given = submission_of(request), Completion(), []
+    memory = (C.c_float * 24)()
+    prepared = Prepared(answer, sent, request, C.addressof(memory))
+    memory[:], answer.routes_computed = range(24), 6
+    found = prepared.result(lambda: given.append(1))
+    assert found.routes_computed == 6
+    assert found.output.tolist() == [[*map(float, range(n, n + 8))] for n in (0, 8, 16)]
+    row = found.output[1]
+    del found, prepared
+    assert given == [], "somebody still reads it"
+    del row
+    assert given == [1]
+
+
+def test_what_was_prepared_for_an_answer_that_is_none_gives_nothing_back():
+    request, memory = Request(4, *batch()), (C.c_float * 24)()
+    Prepared(Completion(), submission_of(request), request, C.addressof(memory))
+
+
+def test_a_prepared_answer_of_another_version_is_refused_and_gives_its_memory_back():
+    request, memory, given = Request(4, *batch(), weights_version=3), (C.c_float * 24)(), []
+    prepared = Prepared(Completion(), submission_of(request), request, C.addressof(memory))
+    with pytest.raises(BadResponseError, match="weights_version"):
+        prepared.result(lambda: given.append(1))
+    del prepared
+    assert given == [1]

@@ -525,3 +525,63 @@ def test_one_that_sleeps_is_not_forgotten_by_one_that_spins(both):
         client.release(spins)
         client.release(sleeps)
     assert sorted(late)[len(late) // 2] < 0.025, "half of 50 ms: a sleeper looks by itself after 100"
+
+
+def test_a_server_that_sleeps_is_rung_for_a_request_that_is_expected_and_once(both):
+    server, client = both
+    client.expect()
+    assert select.select([server.bell], [], [], 0)[0] == [], "it is awake"
+    server.control.server_sleeps = 1
+    client.expect()
+    assert server.bell.recv(9) == b"\0"
+    assert server.control.server_sleeps == 0
+    assert client.submit(Submission(kind=layout.FORWARD, tokens=1))
+    assert select.select([server.bell], [], [], 0)[0] == [], "it was rung for already"
+
+
+def test_what_is_done_beside_a_call_happens_when_the_request_is_there_and_before_it_is_waited_for(both):
+    server, client = both
+    answer, request, found = Completion(), Submission(kind=layout.FORWARD, tokens=1), []
+
+    def beside():
+        found.append(server.take())
+        server.answer(found[0].id, 7)
+
+    ticket = client.call_beside(request, Tensors(out_bytes=64), answer, -1, 0, beside)
+    assert (found[0].id, found[0].out, answer.routes_computed) == (ticket, request.out, 7)
+    client.release(ticket)
+    assert (client.taken, client.blocks) == (0, 0)
+
+
+def test_a_call_whose_time_is_over_is_still_under_way(both):
+    _, client = both
+    ticket = client.call_beside(Submission(), Tensors(out_bytes=64), Completion(), 0, 0, lambda: None)
+    assert ticket < 0
+    assert client.taken == 1
+    client.abandon(-ticket)
+
+
+def test_a_call_that_fails_beside_is_taken_back(both):
+    server, client = both
+    answer = Completion()
+    with pytest.raises(KeyboardInterrupt):
+        client.call_beside(Submission(kind=layout.FORWARD), Tensors(out_bytes=64), answer, -1, 0, interrupted)
+    sent, cancel = server.take(), server.take()
+    assert (cancel.kind, cancel.id) == (layout.CANCEL, sent.id)
+    server.answer(sent.id)
+    client.drain()
+    assert (client.taken, client.blocks) == (0, 0)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def test_what_finds_no_room_is_not_sent_and_nothing_is_done_beside_it(both):
+    server, client = both
+    with pytest.raises(NoRoomError):
+        client.call_beside(Submission(), Tensors(out_bytes=1 << 30), Completion(), -1, 0, interrupted)
+    assert server.take() is None
+    client.end()
+    with pytest.raises(NoRoomError, match="over"):
+        client.call_beside(Submission(), Tensors(out_bytes=64), Completion(), -1, 0, interrupted)

@@ -405,3 +405,38 @@ def test_a_core_whose_requests_come_soon_spins_for_the_next_and_else_sleeps_at_o
         assert any(sleeps_at_once(3.2 * spin_s, 16)), "it spins, though nothing will come"
         assert not all(sleeps_at_once(0, 30)), "it never spins again"
         c.close()
+
+
+def test_a_core_that_is_rung_for_spins_for_the_request_unless_the_last_ring_was_in_vain():
+    """What it does awake cannot be seen but by its time: each look is judged where it came early enough."""
+    spin_s = 0.05
+    with bench(spin_ns=int(spin_s * 1e9)) as b:
+        c, t = Caller(b), inputs(2)
+
+        def seen(after_s):
+            """Whether it sleeps that long after a ring; None: the look came late."""
+            while not c.would_ring():
+                time.sleep(0.001)
+            begin_s = time.monotonic()
+            c.client.expect()
+            while time.monotonic() < begin_s + after_s:
+                time.sleep(0.001)
+            found, late_s = c.would_ring(), time.monotonic() - begin_s - after_s
+            return found if late_s < spin_s / 2 else None
+
+        def request():
+            assert c.call(c.request(*t)) == ""
+            c.client.give(c.out)
+
+        for _ in range(20):  # they come seldom: else it spins in any case
+            request()
+            time.sleep(3.2 * spin_s)
+        spins, again = [], []
+        for _ in range(10):
+            spins.append(seen(2.5 * spin_s))
+            again.append(seen(2.5 * spin_s))
+            request()
+            time.sleep(3.2 * spin_s)
+        assert False in spins, "it slept at once"
+        assert True in again, "it spins for one who rings in vain"
+        c.close()

@@ -21,6 +21,7 @@ struct Request : Ticket {
 struct Client : Tickets<Client, Request> {
   static constexpr int kLooks = 64;
   static constexpr uint64_t kWatchSpinNs = 50000;
+  static constexpr uint64_t kQuickRingNs = 100000;
 
   Client(uint8_t* base, uint32_t entries, uint64_t arena_bytes, int bell)
       : Tickets(entries),
@@ -37,6 +38,7 @@ struct Client : Tickets<Client, Request> {
   uint8_t* const memory;
   const int bell;
   std::atomic<bool> hung_up{false};  // the server closed its end
+  Trial rings;                       // of expect()
 
   Arena arena;             // under `holding`, with submitted
   uint64_t submitted = 0;
@@ -109,6 +111,15 @@ struct Client : Tickets<Client, Request> {
     if (*ticket) return kSent;
     give(uint64_t(block));
     return kCrowded;
+  }
+
+  // Wakes the server, if it sleeps, for a request to come.  A ring that takes longer than kQuickRingNs has given this core
+  // away, likely to the server, which then spins for what this thread cannot send.
+  void expect() {
+    if (!rings.worth()) return;
+    const uint64_t begin = now_ns();
+    wake(control->server, bell);
+    rings.paid(now_ns() - begin <= kQuickRingNs);
   }
 
   void tell_cancel(uint64_t id) {
@@ -237,3 +248,6 @@ API void expertd_shm_recall(Client* c, uint64_t ticket) { c->tell_cancel(ticket)
 
 // A call from a device comes soon: a device cannot ring.
 API void expertd_shm_wake(Client* c) { wake(c->control->server, c->bell); }
+
+// A request comes soon.
+API void expertd_shm_expect(Client* c) { c->expect(); }

@@ -50,7 +50,8 @@ enum Waited { kAnswered = 0, kTimedOut = 1, kEnded = 2 };
 
 constexpr uint64_t kSliceNs = 100000000;  // of a sleep: then the session is looked at again
 // When answers usually take longer than so many times the spinning, the thread sleeps at once: a server on the same cores
-// needs them.
+// needs them.  When they take longer than the spinning it spins for twice that time: to sleep shortly before an answer
+// comes costs its waking on top.  Where that is in vain it is seldom tried: the server may need the very core that spins.
 constexpr uint64_t kSpinsWorth = 4;
 
 struct Ticket {
@@ -307,8 +308,11 @@ class Tickets {
   }
 
   Waited wait_until(T& t, uint64_t id, uint64_t begin, uint64_t end, int64_t spin_ns) {
-    if (usual_ns_.load(std::memory_order_relaxed) > kSpinsWorth * uint64_t(spin_ns)) spin_ns = 0;
+    const uint64_t usual = usual_ns_.load(std::memory_order_relaxed), most = kSpinsWorth * uint64_t(spin_ns);
+    const bool longer = 2 * usual > uint64_t(spin_ns) && usual <= most && longer_.worth();
+    spin_ns = usual > most ? 0 : longer ? int64_t(std::min(most, 2 * usual)) : spin_ns;
     bool there = spin_for(t, id, std::min(end, begin + uint64_t(spin_ns)));
+    if (longer) longer_.paid(there);
     while (!there) {
       if (way().over()) return kEnded;
       const uint64_t now = now_ns();
@@ -364,6 +368,7 @@ class Tickets {
   std::atomic<uint32_t> idle_{0};       // the thread that watches sleeps on `news`, or is about to
   std::atomic<uint32_t> sleepers_{0};   // threads that sleep for their tickets, or are about to
   std::atomic<uint64_t> usual_ns_{0};   // of a wait, recently
+  Trial longer_;                        // spinning longer than one is told
   std::atomic<bool> ended_{false};
 };
 

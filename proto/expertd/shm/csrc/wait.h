@@ -12,6 +12,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 
@@ -36,6 +37,26 @@ inline void relax() {
   asm volatile("yield");
 #endif
 }
+
+// Whether to try what does not always pay: after each time in vain it rests, twice as often as the time before.
+class Trial {
+ public:
+  // Whether to try it this time; then paid().
+  bool worth() {
+    const uint32_t left = rests_.load(std::memory_order_relaxed);
+    if (left) rests_.store(left - 1, std::memory_order_relaxed);
+    return !left;
+  }
+  void paid(bool did) {
+    const uint32_t next = did ? 1 : next_.load(std::memory_order_relaxed);
+    if (!did) rests_.store(next, std::memory_order_relaxed);
+    next_.store(did ? 1 : next < kMostRests ? 2 * next : kMostRests, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr uint32_t kMostRests = 64;
+  std::atomic<uint32_t> rests_{0}, next_{1};  // left; after the next time in vain
+};
 
 inline void ring(int bell) {
   const uint64_t one = 1;

@@ -27,6 +27,8 @@ constexpr uint64_t kRestsWorth = 2, kLongestRest = 3;
 // every kCalledSleepMs, or is woken by the host of a client that knows of a call to come.
 constexpr uint64_t kCalledSpinNs = 5000000;
 constexpr int kCalledSleepMs = 1;
+// A client that rings before it sends has a request to come: the core spins for it for kExpectedWorth times the spinning.
+constexpr uint64_t kExpectedWorth = 4;
 // The end of a shorter batching delay is spun for, because a sleep is counted in milliseconds.
 constexpr uint64_t kShortDelayNs = 2000000;
 
@@ -255,7 +257,11 @@ RunCode Core::run(Run* out) {
     moved |= told || came;
     if (moved) answers_.flush();
     now = now_ns();
-    if (came) rested(now - rests_since);
+    if (came) {
+      rested(now - rests_since);
+      expected_until_ns_ = 0;
+      expects_ = true;
+    }
     const bool interrupted = interrupted_.load(std::memory_order_relaxed);
     if (interrupted && under_way_.empty()) {
       interrupted_.exchange(false);  // then what was said before it
@@ -332,7 +338,7 @@ bool Core::sleepy(uint64_t now, uint64_t idle_since) const {
   const bool soon = !shm_connections_.empty() && usual_rest_ns_ <= kRestsWorth * config_.spin_ns;
   const uint64_t spin_ns = config_.device || soon ? config_.spin_ns : 0;
   if (delay_end_ns_ && delay_end_ns_ - std::min(now, delay_end_ns_) < kShortDelayNs) return false;
-  return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && !waited_;
+  return now - idle_since > spin_ns && now - called_ns_ > kCalledSpinNs && now >= expected_until_ns_ && !waited_;
 }
 
 void Core::rested(uint64_t ns) {
@@ -352,7 +358,10 @@ bool Core::sleep(int most_ms) {
     woken = n > 0;
     for (int asleep = kAsleep; !driver_.compare_exchange_weak(asleep, kOwn); asleep = kAsleep)
       stopping_.load(std::memory_order_relaxed) ? usleep(1000) : sched_yield();  // a kernel may hang there
-    take_bells(events, n);
+    if (take_bells(events, n) && expects_) {
+      expected_until_ns_ = now_ns() + kExpectedWorth * config_.spin_ns;
+      expects_ = false;  // who rings in vain is not waited for again
+    }
     if (devices && n > 0) called_ns_ = now_ns();  // a host that knows of a call to come
   }
   for (auto& p : shm_connections_) p->sleeps(false);
@@ -361,16 +370,21 @@ bool Core::sleep(int most_ms) {
 }
 
 // The bells that rang, of what is still here: the descriptor of a connection that was removed meanwhile may be another's already.
-// A client that closed its end would ring for ever: who opened its session removes it.
-void Core::take_bells(const epoll_event* events, int n) {
+// A client that closed its end would ring for ever: who opened its session removes it.  True: a client rang.
+bool Core::take_bells(const epoll_event* events, int n) {
+  bool rang = false;
   for (int i = 0; i < n; ++i) {
     const int fd = events[i].data.fd;
     if (fd == wake_) {
       shm::hear(fd);
     } else if (std::any_of(shm_connections_.begin(), shm_connections_.end(), [&](const auto& p) { return p->bell == fd; })) {
-      if (!shm::hear_peer(fd)) epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
+      if (shm::hear_peer(fd))
+        rang = true;
+      else
+        epoll_ctl(epoll_, EPOLL_CTL_DEL, fd, nullptr);
     }
   }
+  return rang;
 }
 
 // ---- batches ---------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Core {
   void watch(int fd);
   void wake();
   bool sleep(int most_ms);  // false: nothing came
-  void take_bells(const epoll_event* events, int n);
+  bool take_bells(const epoll_event* events, int n);
   RunCode hand_over(const Run& run);
   bool waits_for_company(uint64_t now);
   uint64_t delayed_until(uint64_t now) const;
@@ -183,9 +183,10 @@ class Core {
   Run left_{};                     // of a batch that a submitter began and could not compute
   bool refused_ = false;           // there is one
   bool waited_ = false;
+  bool expects_ = true;  // a request of whoever rings: the last ring was followed by one
   uint64_t delay_end_ns_ = 0;       // while requests wait for the maximum batching delay; 0 = none does
   std::atomic<uint64_t> begun_{0};  // 1 << 63 | layer << 31 | rows of the batch that was begun last, 0 = it is over
-  uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0;
+  uint64_t checked_ns_ = 0, last_end_ns_ = 0, called_ns_ = 0, expected_until_ns_ = 0;
   uint64_t usual_rest_ns_ = 0;  // from when there was nothing to do until something came, recently
   int epoll_ = -1, wake_ = -1;
 

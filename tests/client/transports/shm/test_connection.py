@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from connection_kit import E, H, Sums, Transport, inputs, missing, summing_engine
 
 from expertd.errors import BadShapeError, DeadlineExceededError, ExpertIdOutOfRangeError, UnavailableError
@@ -282,6 +283,39 @@ def test_a_slot_outlives_its_session(client):
     with pytest.raises(UnavailableError, match=r"^inline$"):
         slot.forward(0)
     assert np.array_equal(slot.hidden_states, x), "its memory is still there"
+
+
+def test_what_a_call_prepares_goes_where_it_is_refused_or_too_late(client, sums):
+    (x, ids, w), want = inputs(3)
+    x, ids, w = map(torch.from_numpy, (x, ids, w))
+    way = client._exchange._link.session_connection
+    for _ in range(3):
+        with pytest.raises(ExpertIdOutOfRangeError):
+            client.forward(0, x, ids + E, w)
+        assert (way._client.blocks, way._client.taken, way._users) == (0, 0, 1)
+    sums.gate.clear()
+    with pytest.raises(DeadlineExceededError):
+        client.forward(0, x, ids, w, timeout_s=0.05)
+    sums.gate.set()
+    with client.forward(0, x, ids, w, timeout_s=20) as answer:
+        assert np.allclose(answer.output, want, rtol=1e-2)
+    assert way._users == 1
+
+
+def test_a_call_is_expected_until_the_session_is_over(client, monkeypatch):
+    way, rung = client._exchange._link.session_connection, []
+    monkeypatch.setattr(way._client, "expect", lambda: rung.append(1))
+    client.expect()
+    assert (rung, way._users) == ([1], 1)
+    client.listener.close()
+    until = time.monotonic() + 10
+    while client.session().transport == "shm" and time.monotonic() < until:
+        time.sleep(0.01)
+    client.expect()
+    way.expect()
+    client.close()
+    client.expect()
+    assert rung == [1]
 
 
 # ---- no room ---------------------------------------------------------------------------------------------------------
