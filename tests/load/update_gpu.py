@@ -9,7 +9,8 @@ the trainer.  Tensors come from pinned host memory and from the same GPU's memor
 they are there: without transport), from a trainer's GPU memory through CUDA IPC, and over gRPC from another process.
 What does not come to its end in --budget seconds is left out, and said.  Exit code 1 = bits that differ, a failed call.
 
-`--small` runs the same on a CPU with a tiny model: a test of this script.
+`--stalls` prints what the server's engine did between batches, which callers wait for.  `--small` runs the same on a
+CPU with a tiny model: a test of this script.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import stalls
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -538,6 +540,9 @@ def main() -> int:
     parser.add_argument("--span-s", type=float, default=5.0, help="of each measurement (5)")
     parser.add_argument("--processes", type=int, default=2, help="that call (2)")
     parser.add_argument("--threads", type=int, default=4, help="of each of them (4)")
+    parser.add_argument(
+        "--stalls", action="store_true", help="print what held up the server's engine for 0.5 ms or more"
+    )
     parser.add_argument("--small", action="store_true", help="a tiny model on a CPU: a test of this script")
     args = parser.parse_args()
     args.clock = Clock(args.budget)
@@ -565,7 +570,10 @@ def main() -> int:
             stack.callback(host.close)
             backends = {b.served.backend for b in host.residence.booted.values()}
             args.clock.say(f"serving {args.layers} layers on {', '.join(backends)}, {os.cpu_count()} cores")
-            faults += measured(host, layer_of(args.sizes, 2), args)
+            with stalls.recorded(0.5e-3) as found:
+                faults += measured(host, layer_of(args.sizes, 2), args)
+            if args.stalls:
+                print(stalls.table(found), flush=True)
         except Exception:
             faults.append(traceback.format_exc())
     for fault in faults:
