@@ -55,7 +55,7 @@ def add_parser(subparsers: Any, text: str) -> None:
     )
     source = parser.add_argument_group("Tensors of the request")
     source.add_argument(
-        "--synthetic", action="store_true", help="the server generates the tensors: about 60 bytes are sent for each"
+        "--synthetic", action="store_true", help="the server generates the tensors: a request of about 60 bytes"
     )
     source.add_argument("--tensors", type=Path, metavar="FILE", help="safetensors file with " + ", ".join(_NAMES))
     for name in _NAMES:

@@ -93,7 +93,8 @@ async def _measure(plan: PathPlan, servers: Mapping[str, tuple[str, LayerShape]]
                     stack.push_async_callback(ways[name].close)
             floors = {}
             for kind in dict.fromkeys(BARE[transport] for _, transport, _ in ways):
-                floors[kind] = await bare_way(kind, bare, callers, 2 * plan.hidden_size * max(plan.tokens))
+                widest = max(shape.hidden_size for _, shape in servers.values())
+                floors[kind] = await bare_way(kind, bare, callers, 2 * widest * max(plan.tokens))
                 stack.push_async_callback(floors[kind].close)
             for tokens in plan.tokens:
                 shapes = {name: shape for name, (_, shape) in servers.items()}
