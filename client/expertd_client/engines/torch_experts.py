@@ -177,7 +177,7 @@ class RemoteExperts(torch.nn.Module):
 
     def _through_here(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """By requests of this process."""
-        self.forwarder.expect()  # checks and copies take as long as its waking
+        self.forwarder.expect()  # checks and copies take as long as its waking: decision 178
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
