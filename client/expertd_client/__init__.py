@@ -1,7 +1,8 @@
 """The library that an inference engine imports: ExpertClient, ExpertCluster, and their asyncio twins.
 
 Names are imported when they are first used, so that `import expertd_client` costs nothing.  Needs grpcio, protobuf,
-numpy, ml_dtypes and safetensors; torch only where the caller passes torch tensors.  The command `expertctl` is the package `expertctl`.
+numpy, ml_dtypes and safetensors; torch only where the caller passes torch tensors.  The command `expertctl` is the
+package `expertctl`.
 """
 
 from importlib import import_module

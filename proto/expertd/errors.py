@@ -308,7 +308,7 @@ class TooManyRequestsError(
 
 
 class QueueFullError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retryable=True):
-    """No room in the queue for this caller, or no memory for the answer; retry_after_us estimates when there will be."""
+    """The queue has no room for this caller, or no memory for the answer; retry_after_us estimates when it will."""
 
 
 class OverloadedError(ExpertdError, code=Code.RESOURCE_EXHAUSTED, reason="OVERLOADED", retryable=True):
