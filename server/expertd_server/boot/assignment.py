@@ -245,13 +245,12 @@ def _pins(config: ServeConfig, source: ExpertSource) -> Pins:
 
 def _held(config: ServeConfig, info: LayerInfo) -> tuple[int, ...]:
     if config.shard is not None:
-        held = tuple(config.shard.experts(info.num_experts))
-        if not held:
+        if config.shard.count > info.num_experts:
             raise WrongOptionError(
                 f"--shard {config.shard}: layer {info.layer} has {info.num_experts} experts, too few for"
                 f" {config.shard.count} shards"
             )
-        return held
+        return tuple(config.shard.experts(info.num_experts))
     if config.experts is not None:
         if config.experts.numbers[-1] >= info.num_experts:
             raise WrongOptionError(
