@@ -57,7 +57,9 @@ def merged(first: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Print the objects that the chart would create; needs no Helm.")
+    parser = argparse.ArgumentParser(
+        description="Print the objects that the chart would create; needs no Helm.", allow_abbrev=False
+    )
     parser.add_argument("release", help="name of the release, such as experts")
     parser.add_argument("namespace", help="namespace of the release, such as inference")
     parser.add_argument(
