@@ -163,8 +163,6 @@ class RemoteExperts(torch.nn.Module):
         return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
 
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if hidden_states.is_cpu:
-            return self._through_here(hidden_states, topk_ids, topk_weights)
         transport = self._device_transport(hidden_states)
         if transport is not None:
             out = transport.forward(
