@@ -42,6 +42,11 @@ class LayerInfo:
     static_scales: bool = False
     notes: tuple[str, ...] = ()
 
+    @property
+    def quantized(self) -> bool:
+        """Whether one of the two matrices is."""
+        return self.w13.element.quantized or self.w2.element.quantized
+
     def problem(
         self,
         device: Device,

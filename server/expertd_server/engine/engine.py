@@ -179,7 +179,7 @@ class Engine(Worker):
         holding = Holding(layers, version, Holding(now.values(), now.version) if keep else None)
         self.between(lambda: self._reserve(holding))
         new = [s for s in holding.values() if now.get(s.layer) is not s]
-        graphs = {s.generation: self._graphs_of(s, now.get(s.layer)) for s in new}
+        graphs = self._graphs_of(new, now)
         with self._lock:
             before, self.holding = self.holding, holding
         for served in new:
@@ -191,13 +191,21 @@ class Engine(Worker):
         if not keep and before.before is not None:
             self._core.drop_kept()
 
-    def _graphs_of(self, new: ServedLayer, old: ServedLayer | None) -> list[tuple[int, ...]]:
-        """CUDA graphs of a layer before it is served: of the sizes that the layer before it has.  One after another,
-        since callers wait for each."""
-        if old is not None:
-            while self.between(lambda: self._executor.capture_like(new, old.generation)):
-                pass
-        return self.between(lambda: self._executor.graphs(new.generation))
+    def _graphs_of(self, new: list[ServedLayer], now: Holding) -> dict[int, list[tuple[int, ...]]]:
+        """CUDA graphs of layers before they are served, by generation: of the sizes that the layers before them have.
+        Captured one at a time, since callers wait for each."""
+        left = [(s, now[s.layer].generation) for s in reversed(new) if s.layer in now]
+
+        def capture() -> dict[int, list[tuple[int, ...]]] | None:
+            while left:
+                if self._executor.capture_like(*left[-1]):
+                    return None
+                left.pop()
+            return {s.generation: self._executor.graphs(s.generation) for s in new}
+
+        while (graphs := self.between(capture)) is None:
+            pass
+        return graphs
 
     def forget(self, layers: Iterable[ServedLayer], timeout_s: float | None = None) -> bool:
         """Wait until no request uses any of these layers, which are held no more, and drop what is kept for them.

@@ -64,11 +64,9 @@ def alike(source: Checkpoint, layer: int, served: LayerInfo, on: torch.device | 
     accelerator where it is.  Raises BootError where that cannot be."""
     found = source.info(layer)
     plain = cast("ExpertSource", source)
-    if (found.w13, found.w2) == (served.w13, served.w2) or not (
-        served.w13.element.quantized or served.w2.element.quantized
-    ):
+    if (found.w13, found.w2) == (served.w13, served.w2) or not served.quantized:
         return plain
-    if found.w13.element.quantized or found.w2.element.quantized:
+    if found.quantized:
         return plain  # of another scheme: require_alike() says so
     if served.w13 != served.w2:
         raise BootError(

@@ -235,7 +235,7 @@ class Updates:
                 )
             base = self._base() if asked.delta else None
             held = {n: b.assignment.held for n, b in booted.items()}
-            exact = [n for n, b in booted.items() if not _quantized(b.assignment)]
+            exact = [n for n, b in booted.items() if not b.assignment.info.quantized]
             room = room_on(self._residence.weights.workshop.device)
             received = Received(self._checkpoint, held, base, room, exact)
             take = received.take
@@ -587,10 +587,6 @@ def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
     raise QueueFullError.about(
         "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
     )
-
-
-def _quantized(held: Assignment) -> bool:
-    return held.info.w13.element.quantized or held.info.w2.element.quantized
 
 
 def _elements(held: Assignment) -> int:

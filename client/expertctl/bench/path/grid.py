@@ -73,12 +73,17 @@ def measure(plan: PathPlan) -> Measured:
             shapes[ECHO] = (address, _shape(address, None, plan.tokens))
         if not shapes:
             raise ValueError(f"no server: {missing}; or name the address of one")
-        bare = stack.enter_context(bare_server(max(plan.callers), 2 * hidden_size * max(plan.tokens)))
-        asyncio.run(_measure(plan, shapes, bare, out))
+        most = 2 * hidden_size * max(plan.tokens)
+        bare = stack.enter_context(bare_server(max(plan.callers), most))
+        asyncio.run(_measure(plan, shapes, bare, most, out))
     return out
 
 
-async def _measure(plan: PathPlan, servers: Mapping[str, tuple[str, LayerShape]], bare: Bare, out: Measured) -> None:
+async def _measure(
+    plan: PathPlan, servers: Mapping[str, tuple[str, LayerShape]], bare: Bare, most: int, out: Measured
+) -> None:
+    """most: bytes of a request of the bare channels."""
+    shapes = {name: shape for name, (_, shape) in servers.items()}
     names = [(s, t, c) for s in servers for t in plan.transports for c in plan.clients]
     for callers in plan.callers:
         async with contextlib.AsyncExitStack() as stack:
@@ -93,11 +98,9 @@ async def _measure(plan: PathPlan, servers: Mapping[str, tuple[str, LayerShape]]
                     stack.push_async_callback(ways[name].close)
             floors = {}
             for kind in dict.fromkeys(BARE[transport] for _, transport, _ in ways):
-                widest = max(shape.hidden_size for _, shape in servers.values())
-                floors[kind] = await bare_way(kind, bare, callers, 2 * widest * max(plan.tokens))
+                floors[kind] = await bare_way(kind, bare, callers, most)
                 stack.push_async_callback(floors[kind].close)
             for tokens in plan.tokens:
-                shapes = {name: shape for name, (_, shape) in servers.items()}
                 out.rows += await _cell(plan, ways, floors, shapes, tokens, callers)
 
 
