@@ -92,6 +92,7 @@ ALLOWED: Sequence[Allowed] = (
     Allowed("network namespaces", "tests/docs/test_commands.py", without_namespaces),
     Allowed("needs chromium", "tests/server/views/test_page.py", always),
     Allowed("needs two cores", "tests/server/", one_core),
+    Allowed("no process may be traced here", "tests/proto/shm/test_shm.py", always, 1),
     Allowed("no SIMDe headers", "tests/kernels/native/test_levels.py", always, 1),
     Allowed("vLLM is not installed", "tests/engines/", without_package("vllm")),
     Allowed("SGLang is not installed", "tests/engines/", without_package("sglang")),
