@@ -92,6 +92,7 @@ def markdown(note: str) -> str:
 
 Public are the names of `expertd_client` and `expertd_kernels` below, those of [other modules](#other-modules), and the
 error classes ([errors.md](errors.md)).
+Import by name: `import *` leaves out what needs torch or Ray.
 Other modules may change at any time; [versions.md](versions.md) has the policy. Letters: M tokens, H hidden size,
 I intermediate size, E experts, k routes per token.
 """

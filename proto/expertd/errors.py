@@ -255,7 +255,8 @@ class LayerNotHeldError(InvalidRequestError, code=Code.NOT_FOUND, reason="LAYER_
 class WeightsVersionNotHeldError(
     ExpertdError, code=Code.UNAVAILABLE, reason="WEIGHTS_VERSION_NOT_HELD", retryable=True
 ):
-    """A version of the weights that this server does not hold, or not any more; another replica may hold it."""
+    """A version of the weights that this server does not hold, or not any more; another replica may hold it. A version
+    that was dropped does not come back."""
 
 
 class UpdateFailedError(ExpertdError, code=Code.FAILED_PRECONDITION, reason="UPDATE_FAILED"):

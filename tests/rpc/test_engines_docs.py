@@ -70,11 +70,14 @@ def test_the_torch_snippet_keeps_to_a_server_with_a_small_limit(serve):
     assert named["experts"].max_tokens == 64
 
 
-def test_all_layers_of_a_step_are_pinned_to_one_version():
-    layers = [RemoteExperts(None, n) for n in range(3)]
-    layers[0].weights_version_seen = 7
-    exec(PIN, {"experts": layers})
-    assert [layer.weights_version for layer in layers] == [7, 7, 7]
+def test_all_layers_of_a_step_are_pinned_to_what_the_first_was_computed_with(serve):
+    with ExpertClient(str(serve().address)) as client, torch.inference_mode():
+        layers = [RemoteExperts(client, 0).eval() for _ in range(3)]
+        exec(PIN, {"layers": layers})
+        for served in (1, 1):
+            layers[1].weights_version = 0
+            layers[0](torch.ones(4, 256), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5))
+            assert [layer.weights_version for layer in layers] == [0, served, served]
 
 
 def test_a_cluster_has_the_same_methods(serve):
@@ -85,6 +88,7 @@ def test_a_cluster_has_the_same_methods(serve):
     answer = named["answer"]
     assert answer.routes_computed == 8
     assert {part.server for part in answer.parts} == set(halves)
+    assert torch.equal(named["y"], torch.from_numpy(answer.output))
 
 
 TAKEN = {
