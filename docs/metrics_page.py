@@ -64,6 +64,7 @@ def markdown(note: str) -> str:
 - `expertd_expert_tokens_total` has a series for each expert of each layer, 6,000 to 23,000 for a large model. It needs
   `--expert-metrics yes`.
 - `grpc_server_call_*` are the names of gRPC's OpenTelemetry plugins (proposal A66), as Prometheus spells them.
+- `*_created` are the times at which series began.
 - `expertd_gpu_*` needs an NVIDIA GPU and the extra `nvml`.
 - With `--traces yes` and in OpenMetrics format, histograms with a star have exemplars (`trace_id`, `span_id`): the last
   traced request in each bucket.
