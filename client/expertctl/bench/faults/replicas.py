@@ -25,6 +25,7 @@ from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least
 from expertctl.common.percentiles import Durations
 from expertd.codec import ForwardRequestView, ForwardResponseView, TensorView
+from expertd.common.identity import synthetic_identity
 from expertd.common.tables import console, print_table
 from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
@@ -78,7 +79,9 @@ class Sleeper:
         self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         layer = pb.Layer(layer=0, num_experts=1, held=[pb.ExpertRange(first=0, count=1)])
-        waiter.answer(pb.DescribeResponse(model=pb.Model(fingerprint="sleep", hidden_size=HIDDEN), layers=[layer]))
+        model = pb.Model(fingerprint="sleep", hidden_size=HIDDEN)
+        same = pb.WeightVersion(number=1, identity=synthetic_identity(model.fingerprint))
+        waiter.answer(pb.DescribeResponse(model=model, layers=[layer], versions=[same]))
 
     def submit(self, view: ForwardRequestView, wanted: Callable[[], bool], deliver: Deliver) -> None:
         with self._lock:
