@@ -21,7 +21,7 @@ from expertctl.bench.faults import command as faults
 from expertctl.bench.faults import moves, replicas, unequal
 from expertctl.bench.overload import command as overload
 from expertctl.bench.path import command
-from expertctl.common.columns import LinesFormatter, explained
+from expertctl.common.columns import IndentedFormatter, explained
 
 __all__ = ["add_parser", "run"]
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: Any, text: str) -> None:
 def _part(parts: Any, name: str, what: str, description: str, columns: str = "") -> argparse.ArgumentParser:
     """description: a sentence of which {} is `what`; columns: of the tables, for the end of --help."""
     made: argparse.ArgumentParser = parts.add_parser(
-        name, help=what, description=description.format(what), formatter_class=LinesFormatter, epilog=columns or None
+        name, help=what, description=description.format(what), formatter_class=IndentedFormatter, epilog=columns or None
     )
     return made
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-__all__ = ["Column", "LinesFormatter", "explained", "table_of"]
+__all__ = ["Column", "IndentedFormatter", "explained", "table_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class Column:
 
 
 def explained(columns: Sequence[Column], *more: str) -> str:
-    """For --help: a line for each column and word, and `more` as lines after them.  It wants LinesFormatter."""
+    """For --help: a line for each column and word, and `more` as lines after them.  It wants IndentedFormatter."""
     head = "Columns (their keys in --json, where these differ):"
     return "\n".join([head, *(line for column in columns for line in column.lines()), *more])
 
 
-class LinesFormatter(argparse.HelpFormatter):
+class IndentedFormatter(argparse.HelpFormatter):
     """Keeps the lines of texts, and their indentation where they are broken."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
