@@ -67,4 +67,6 @@ def main(address: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit("usage: python raw_grpcio.py ADDRESS")
     sys.exit(main(sys.argv[1]))

@@ -11,6 +11,7 @@ import torch
 
 import expertd
 from expertd.common.dtypes import DTYPE_NUMBER, HIDDEN_DTYPES
+from expertd.common.identity import synthetic_identity
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_kernels.common.protocol import Direct
 from expertd_server.config.values import Address
@@ -101,6 +102,7 @@ def _described(hidden_size: int, limits: Limits, num_experts: int, held: range) 
     return pb.DescribeResponse(
         version=expertd.__version__,
         model=pb.Model(family="echo", hidden_size=hidden_size),
+        versions=[pb.WeightVersion(number=1, identity=synthetic_identity("echo"), serving=True, source="start")],
         layers=[
             pb.Layer(
                 layer=0,

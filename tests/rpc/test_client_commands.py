@@ -100,12 +100,20 @@ def test_load_like_a_model_that_generates(tiny_server):
         assert 0 < r["kernel_us"] < r["layer_us"]["p50"] <= r["layer_us"]["p99"]
         assert 24 * r["layer_us"]["p50"] < r["step_us"]["p50"] < 10 * 48 * r["layer_us"]["p99"]
         assert r["slowest"]["layer"] in (0, 1)
+        assert r["layer_us"]["p999"] is r["step_us"]["p999"] is None, "too few to say"
     assert rows[0]["layer_us"]["p50"] < rows[1]["layer_us"]["p50"], "shared memory is faster"
     table = expertctl(*words)
     assert "one client, 2 tokens, 2 layers in turn, 5 steps" in table
     assert re.search(r"shared memory +│ +\d.*gRPC +│ +\d", table, re.S), table
     assert "gRPC" in expertctl(*words, "--unary")
     assert "want both: other loads have no steps" in expertctl("load", tiny_server, "--depth", 3, code=2)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["one", "two"]])
+def test_an_example_without_an_address_says_how_it_is_called(words):
+    command = [sys.executable, ROOT / "client/examples/raw_grpcio.py", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (1, "usage: python raw_grpcio.py ADDRESS\n")
 
 
 def test_every_example_is_run_by_a_test():

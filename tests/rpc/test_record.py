@@ -285,6 +285,7 @@ def test_record_and_replay_as_commands(tiny_server, tmp_path, how):
     (found,) = json.loads(expertctl("replay", file, tiny_server, "--speed", recorded_s / 2, "--json"))["runs"]
     assert (found["answered"], found["routes_computed"]) == (count, count * 3 * 2)
     assert (found["plan"]["loop"], found["plan"]["requests"], found["plan"]["tokens"]) == ("open", count, 3)
+    assert (found["plan"]["arrivals"], found["plan"]["concurrency"]) == ("recorded", None)
     assert found["wall_s"] >= 2, "as slowly as was asked for"
     words = ["--routing", f"recorded:{file}", "--requests", 20, "--json"]
     (routed,) = json.loads(expertctl("load", tiny_server, *words))["runs"]

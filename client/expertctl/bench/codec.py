@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import grpc
-from rich.table import Table
 
 from expertctl.common.brief import briefly
 from expertctl.common.child import child_server
+from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least_0
 from expertd import codec
 from expertd.common.hostmem import tune_allocator
@@ -39,7 +39,7 @@ from expertd.common.tables import console, print_table
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as pb_grpc
 
-__all__ = ["CodecMeasurement", "add_arguments", "run", "run_command"]
+__all__ = ["COLUMNS", "CodecMeasurement", "add_arguments", "run", "run_command"]
 
 SIZES = tuple(1 << bits for bits in range(13, 25))
 """8 KiB to 16 MiB of hidden states."""
@@ -49,6 +49,15 @@ TOP_K = 8
 """The shapes of one layer of Qwen3-30B-A3B: two bytes an element, 8 routes a token."""
 
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
+
+COLUMNS = (
+    Column("bytes", "of the hidden states in a message"),
+    Column("expertd", "microseconds of one round trip with expertd's codec, a median", "expertd_us"),
+    Column("bytes stream", "the same bytes over the same stream without a codec", "bytes_stream_us"),
+    Column("protobuf", "the same tensors with protobuf's own classes", "protobuf_us"),
+    Column("vs bytes stream", "expertd / bytes stream, what is above 1 is the codec's cost", "ratio_vs_bytes_stream"),
+    Column("vs protobuf", "expertd / protobuf, below 1 expertd is faster", "ratio_vs_protobuf"),
+)
 
 _EOF: Any = vars(grpc.aio)["EOF"]  # grpc's type stubs do not know it
 
@@ -93,9 +102,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    table = Table(title="one echo over a stream, microseconds")
-    for column in ("bytes", "expertd", "bytes stream", "protobuf", "vs bytes stream", "vs protobuf"):
-        table.add_column(column, justify="right")
+    table = table_of(COLUMNS, "one echo over a stream, microseconds")
     for r in rows:
         times = (f"{t:,.0f}" for t in (r.expertd_us, r.bytes_stream_us, r.protobuf_us))
         table.add_row(f"{r.bytes:,}", *times, f"{r.ratio_vs_bytes_stream:.2f}x", f"{r.ratio_vs_protobuf:.2f}x")

@@ -183,7 +183,7 @@ def _judged(rate: float, report: LoadReport, slo: Slo) -> Trial:
     value = float(np.quantile(everything, slo.quantile, method="inverted_cdf"))
     # What this process itself delayed counts as latency: where it alone would break the SLO, nothing is learnt.
     delayed = report.lateness.p99_s > _LATE_SHARE * slo.bound_s and late > slo.allowed * len(everything)
-    return Trial(rate, len(everything), late, value, delayed or report.behind is not None)
+    return Trial(rate, len(everything), late, value, "rate" if report.behind else "lateness" if delayed else "")
 
 
 def _with_recorded_routes(

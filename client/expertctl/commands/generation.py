@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.table import Table
 from expertctl.commands.options import checked_wire_dtype, credentials, popularity
 from expertctl.common.workload import layer_shapes, requests
 from expertctl.load.generation import Generation, generate
-from expertctl.load.show import transport_text
+from expertctl.load.show import summary_us, transport_text
 from expertd.common.tables import console, duration, print_table
 from expertd_client.clients.client import ExpertClient
 from expertd_client.exchange.session import INLINE
@@ -61,15 +60,11 @@ def _as_json(args: argparse.Namespace, g: Generation) -> dict[str, Any]:
         "tokens": args.m,
         "steps": g.step.count,
         "layers": g.layer.count // g.step.count,
-        "step_us": _us(asdict(g.step)),
-        "layer_us": _us(asdict(g.layer)),
+        "step_us": summary_us(g.step),
+        "layer_us": summary_us(g.layer),
         "slowest": {"layer": g.slowest[0], "p50_us": round(g.slowest[1] * 1e6, 1)},
         "kernel_us": round(g.kernel_s * 1e6, 1),
     }
-
-
-def _us(summary: dict[str, Any]) -> dict[str, float]:
-    return {k.removesuffix("_s"): round(v * 1e6, 1) for k, v in summary.items() if k.endswith("_s")}
 
 
 def _show(args: argparse.Namespace, found: list[Generation]) -> None:

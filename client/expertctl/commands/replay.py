@@ -9,7 +9,7 @@ from typing import Any
 from expertctl.commands.clients import CommandClients
 from expertctl.commands.load import add_reports, check_reports, finish
 from expertctl.commands.options import OUTPUT_DTYPES, add_common, add_transport
-from expertctl.common.counts import at_least, positive
+from expertctl.common.counts import at_least, counted, positive
 from expertctl.load.departures import LoadPlan
 from expertctl.load.recording import Recording, replayed
 from expertctl.load.selector import run_precisely
@@ -66,6 +66,7 @@ async def _replay(args: argparse.Namespace, recording: Recording) -> Outcome:
     settings = {
         "wire_dtype": args.wire_dtype,
         "transport": callers.transports[args.address],
+        "messages": counted(args.streams, "connection"),
         "recording": str(args.recording),
         "speed": args.speed,
     }

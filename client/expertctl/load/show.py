@@ -31,6 +31,7 @@ __all__ = [
     "server_rows",
     "settings_text",
     "show",
+    "summary_us",
     "time_text",
     "transport_text",
     "warnings",
@@ -81,10 +82,9 @@ def as_json(o: Outcome) -> dict[str, Any]:
 
 def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
     plan, report = run.plan, run.report
-    told = {k: v for k, v in asdict(plan).items() if k != "schedule"}
     raw = report.raw
     return {
-        "plan": {**told, "loop": "open" if plan.open else "closed", "layers": list(layers)},
+        "plan": _plan_json(plan, layers),
         "wall_s": report.wall_s,
         "answered": report.answered,
         "failed": report.failed,
@@ -95,8 +95,8 @@ def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
         "requests_per_s": report.requests_per_s,
         "tokens_per_s": report.tokens_per_s,
         "routes_computed": report.routes_computed,
-        "latency_us": _us(report.latency),
-        "lateness_us": _us(report.lateness) if plan.open else None,
+        "latency_us": summary_us(report.latency),
+        "lateness_us": summary_us(report.lateness) if plan.open else None,
         "server": asdict(report.server),
         "backends": report.backends,
         **({"by_server": [_server_json(one) for one in report.by_server]} if report.by_server else {}),
@@ -105,8 +105,21 @@ def _run_json(run: Run, layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
+def _plan_json(plan: LoadPlan, layers: Sequence[int]) -> dict[str, Any]:
+    """What the other loop has is null."""
+    told = {k: v for k, v in asdict(plan).items() if k not in ("schedule", "poisson")}
+    arrivals = "recorded" if plan.schedule is not None else "poisson" if plan.poisson else "fixed"
+    return {
+        **told,
+        "loop": "open" if plan.open else "closed",
+        "concurrency": None if plan.open else plan.concurrency,
+        "arrivals": arrivals if plan.open else None,
+        "layers": list(layers),
+    }
+
+
 def _server_json(one: ServerAnswers) -> dict[str, Any]:
-    return {**{k: v for k, v in asdict(one).items() if k != "latency"}, "latency_us": _us(one.latency)}
+    return {**{k: v for k, v in asdict(one).items() if k != "latency"}, "latency_us": summary_us(one.latency)}
 
 
 def _slo_json(found: Found) -> dict[str, Any]:
@@ -126,7 +139,7 @@ def _slo_json(found: Found) -> dict[str, Any]:
                 "sent": t.sent,
                 "late": t.late,
                 "quantile_us": t.quantile_s * 1e6 if math.isfinite(t.quantile_s) else None,
-                "generator_late": t.behind,
+                "generator_late": t.behind or None,
                 "met": t.keeps(found.slo),
             }
             for t in found.trials
@@ -134,7 +147,7 @@ def _slo_json(found: Found) -> dict[str, Any]:
     }
 
 
-def _us(s: Summary) -> dict[str, float | None]:
+def summary_us(s: Summary) -> dict[str, float | None]:
     """p999: null of fewer durations than it needs."""
     values = {**asdict(s), "p999_s": s.known_p999_s}
     count = values.pop("count")
@@ -210,6 +223,8 @@ def _title(o: Outcome) -> str:
     plan = o.runs[0].plan
     tokens = f"{counted(plan.tokens, 'token')} per request, " if plan.tokens else ""
     told = [settings_text(o, k) for k in o.settings if k in _TOLD]
+    if "speed" in o.settings:
+        told.append(f"{o.settings['speed']:g} times as fast")
     more = "".join(f", {v}" for v in told if v != "uniform")
     return f"{tokens}layer{'s' * (len(o.layers) != 1)} {format_ranges(o.layers)}{more}"
 

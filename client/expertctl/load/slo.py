@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 __all__ = ["Found", "Slo", "Trial", "parse_slo", "search", "upper_share"]
 
@@ -52,14 +53,15 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """sent at rate requests a second; late: took longer than the bound, or failed.  behind: the generator itself sent
-    too late for the answer to mean something."""
+    """sent at rate requests a second; late: took longer than the bound, or failed.  behind: why the generator itself
+    sent too late for the answer to mean something, "rate" = less than it was to send, "lateness" = its delay alone
+    would break the SLO, "" = it did not."""
 
     rate: float
     sent: int
     late: int
     quantile_s: float
-    behind: bool = False
+    behind: Literal["", "rate", "lateness"] = ""
 
     def keeps(self, slo: Slo) -> bool:
         return not self.behind and self.late <= slo.allowed * self.sent
@@ -68,20 +70,21 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Found:
     """rate: None where no trial met the SLO; share, at_most: of late requests in `repeats`, and the upper end of the
-    interval; repeats: at `rate`; trials: all, in order; limited: by the generator or the highest rate, not by the
-    server; confirmed: the repetitions met the SLO, too, else `repeats` is the one trial that did"""
+    interval, None where there are none; repeats: at `rate`; trials: all, in order; limited: by the generator or the
+    highest rate, not by the server; confirmed: the repetitions met the SLO, too, else `repeats` is the one trial that
+    did, if there is one"""
 
     slo: Slo
     rate: float | None
-    share: float
-    at_most: float
+    share: float | None = None
+    at_most: float | None = None
     repeats: list[Trial] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     limited: bool = False
-    confirmed: bool = True
+    confirmed: bool = False
 
     def sentence(self) -> str:
-        if self.rate is None:
+        if self.rate is None or self.share is None or self.at_most is None:
             last = self.trials[-1]
             if last.behind:
                 return (
@@ -155,12 +158,12 @@ async def search(slo: Slo, peak: float, measure: Callable[[float], Awaitable[Tri
         late, sent = sum(t.late for t in again), sum(t.sent for t in again)
         if len(again) == repeats and upper_share(late, sent) <= slo.allowed and not again[-1].behind:
             limited = high == math.inf or any(t.behind for t in trials if t.rate <= rate * 1.1)
-            return Found(slo, rate, late / sent, upper_share(late, sent), again, trials, limited)
+            return Found(slo, rate, late / sent, upper_share(late, sent), again, trials, limited, confirmed=True)
     if passed := [t for t in trials if t.keeps(slo)]:
         best = min(passed, key=lambda t: t.rate)
         share = best.late / best.sent
-        return Found(slo, best.rate, share, upper_share(best.late, best.sent), [best], trials, confirmed=False)
-    return Found(slo, None, 1.0, 1.0, [], trials)
+        return Found(slo, best.rate, share, upper_share(best.late, best.sent), [best], trials)
+    return Found(slo, None, trials=trials, limited=bool(trials[-1].behind))
 
 
 async def _bracket(peak: float, keeps: Callable[[float], Awaitable[bool]]) -> tuple[float, float]:

@@ -61,7 +61,12 @@ def sentence(found: PlacementPlan) -> str:
 def table(rows: Sequence[Bar], width: int) -> Table:
     """The busiest servers, where there are many.  width: columns that there are for it."""
     longest = max((max(r.before_s or 0.0, r.after_s) for r in rows), default=0.0) or 1.0
-    out = Table(title="time of each server for the load", title_justify="left", show_edge=False, pad_edge=False)
+    out = Table(
+        title="time of each server for the load; 100% is the longest",
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+    )
     out.add_column("server", no_wrap=True)
     out.add_column("experts", justify="right", no_wrap=True)
     for name in ("before", "after"):

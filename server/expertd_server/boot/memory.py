@@ -266,7 +266,8 @@ def _room(plan: MemoryPlan, free: int) -> tuple[int, str] | None:
     """(bytes that the plan may take, the same in words); None where nothing is known."""
     there = free + plan.context
     if plan.limit and not (free and there < plan.limit):
-        return plan.limit, f"--memory-limit allows {_gib(plan.limit)} GiB"
+        less = f", {(plan.peak - plan.limit) / (1 << 20):,.1f} MiB less" if _gib(plan.peak) == _gib(plan.limit) else ""
+        return plan.limit, f"--memory-limit allows {_gib(plan.limit)} GiB{less}"
     return (there, f"{_gib(free)} GiB are free") if free else None
 
 

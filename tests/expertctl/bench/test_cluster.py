@@ -20,12 +20,13 @@ def test_rows():
 
 
 @pytest.mark.timeout(120)  # three echo servers start, one after another
-def test_command(monkeypatch, capsys):
+def test_command(monkeypatch, capsys, caplog):
     monkeypatch.setattr(bench_cluster, "SIZES", ((1, 64), (2, 32)))
     monkeypatch.setattr(bench_cluster, "CALLS_HIDDEN", 64)
     monkeypatch.setattr(bench_cluster, "CALLS_TOKENS", (2, 5))
     run = main(["bench", "cluster", "--rounds", "2", "--servers", "2", "--json"])
     assert run == 0
+    assert not caplog.records, "the echo servers have the same weights"
     found = json.loads(capsys.readouterr().out)
     assert [row["tokens"] for row in found["rows"]] == [1, 2]
     assert [(one["tokens"], one["hidden_size"]) for one in found["one"]] == [(2, 64), (5, 64)]

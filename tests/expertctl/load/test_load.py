@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from expertctl.commands import clients
 from expertctl.common.percentiles import LEAST_FOR_P999, Durations, Summary
 from expertctl.common.workload import LayerShape, routes
 from expertctl.load import page as page_module
@@ -196,11 +197,14 @@ async def test_where_no_rate_keeps_it():
     found = await search(slo, 500.0, Server(1000.0, slo))
     assert found.rate is None
     assert "no rate meets p99.9 < 1 us" in found.sentence()
+    assert (found.confirmed, found.limited, found.share) == (False, False, None)
+    told = as_json(Outcome("host", [0], {}, [], found))["slo"]
+    assert {t["generator_late"] for t in told["trials"]} == {None}
 
 
 async def test_what_the_generator_could_not_offer_is_no_answer():
     async def behind(rate):
-        return Trial(rate, 1000, 0, 0.001, behind=rate > 100)
+        return Trial(rate, 1000, 0, 0.001, behind="rate" if rate > 100 else "")
 
     found = await search(parse_slo("p99<20ms"), 1000.0, behind)
     assert 90 < found.rate <= 100
@@ -216,10 +220,15 @@ async def test_a_busy_generator_ends_the_search_soon():
     async def behind(rate):
         nonlocal took_s
         took_s += slo.requests(rate, 0.3) / rate
-        return Trial(rate, 500, 500, 1.0, behind=True)
+        return Trial(rate, 500, 500, 1.0, behind="lateness")
 
     found = await search(slo, 700.0, behind)
     assert found.rate is None
+    assert (found.confirmed, found.limited) == (False, True)
+    told = as_json(Outcome("host", [0], {}, [], found))["slo"]
+    assert (told["late_share"], told["late_share_at_most"], told["confirmed"]) == (None, None, False)
+    assert told["generator_limited"]
+    assert {t["generator_late"] for t in told["trials"]} == {"lateness"}
     assert "the load generator sent too late even at 43.8 requests/s" in found.sentence()
     assert took_s < 30
 
@@ -386,6 +395,36 @@ def test_json_of_one_run_has_the_shape_of_several():
     assert found["hdr"].startswith("HIST")
     several = as_json(Outcome("host", [0], {}, [run, run]))
     assert [r["answered"] for r in several["runs"]] == [9, 9]
+
+
+@pytest.mark.parametrize(
+    ("plan", "arrivals", "concurrency"),
+    [
+        (LoadPlan(1, concurrency=2, requests=9), None, 2),
+        (LoadPlan(1, rate=3.0, requests=9), "poisson", None),
+        (LoadPlan(1, rate=3.0, poisson=False, requests=9), "fixed", None),
+        (LoadPlan(0, schedule=[0.0, 1.0], requests=2), "recorded", None),
+    ],
+)
+def test_a_plan_in_json_has_what_its_loop_has(plan, arrivals, concurrency):
+    told = as_json(Outcome("host", [0], {}, [Run(plan, report([0.01] * 9))]))["runs"][0]["plan"]
+    assert (told["arrivals"], told["concurrency"]) == (arrivals, concurrency)
+    assert told["loop"] == ("closed" if arrivals is None else "open")
+    assert "poisson" not in told
+
+
+def test_a_replay_says_how_fast_and_over_how_many_connections():
+    run = Run(LoadPlan(0, schedule=[0.0, 1.0], requests=2), report([0.01] * 2))
+    said = shown(Outcome("host", [0], {"messages": "2 connections", "speed": 2.0}, [run]))
+    assert "open loop, as recorded; layer 0, 2 connections, 2 times as fast" in said
+
+
+async def test_a_trial_says_why_its_generator_was_late():
+    slo = parse_slo("p99<20ms")
+    of_rate = replace(report([0.01] * 9), behind=Behind(30.0, 20.0))
+    delayed = replace(report([0.03] * 9), lateness=Summary(count=9, p99_s=0.006))
+    found = [clients._judged(30.0, r, slo).behind for r in (of_rate, delayed, report([0.01] * 9))]
+    assert found == ["rate", "lateness", ""]
 
 
 def shown(outcome):

@@ -156,6 +156,10 @@ def test_a_limit_counts_the_driver_and_less_of_both_decides():
     plan = plan_memory(config, assignments)
     with pytest.raises(BootError, match=r"--memory-limit allows 10.00 GiB: the first \d+ of 48 layers would fit"):
         require_room(plan, config, assignments, 70 * GIB)
+    short, assignments = made(memory_limit=plan.peak - (1 << 19))
+    short_plan = plan_memory(short, assignments)
+    with pytest.raises(BootError, match=r"--memory-limit allows \d+\.\d\d GiB, 0\.5 MiB less: "):
+        require_room(short_plan, short, assignments, 70 * GIB)
     with pytest.raises(BootError, match=r"3.00 GiB are free"):
         require_room(plan, config, assignments, 3 * GIB)
     config, assignments = made(memory_limit=20 * GIB)

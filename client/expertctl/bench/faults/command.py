@@ -6,17 +6,28 @@ import argparse
 import json
 from dataclasses import asdict
 
-from rich.table import Table
-
 from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.run import AWAY_S, FAULTS, QUIET_S, FaultMeasurement, run
 from expertctl.common.brief import briefly, fewer
+from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least, counted, positive
 from expertctl.common.progress import told
 from expertd.common.tables import console, print_table
 from expertd.errors import ExpertdError
 
-__all__ = ["add_arguments", "run_command"]
+__all__ = ["COLUMNS", "add_arguments", "run_command"]
+
+
+COLUMNS = (
+    Column("fault", "what happened", values=FAULTS),
+    Column("events", "how often"),
+    Column("calls", "during all of it"),
+    Column("failed", "calls without an answer, or with a wrong one"),
+    Column("longest ms", "the longest call until all was as before", "longest_ms"),
+    Column("recovered s", "the longest time until throughput was that of the servers that were left", "recovered_s"),
+    Column("p99 ms before", "99th percentile of calls in the seconds before events", "quiet_p99_ms"),
+    Column("p99 ms", "the same during events", "p99_ms"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,12 +79,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def _show(found: list[tuple[FaultMeasurement, Failures]]) -> None:
     out = console()
-    table = Table(
-        title="two replicas of one half of the experts, one of them with a fault", title_justify="left", show_edge=False
-    )
-    table.add_column("fault")
-    for name in ("events", "calls", "failed", "longest ms", "recovered s", "p99 ms before", "p99 ms"):
-        table.add_column(name, justify="right")
+    table = table_of(COLUMNS, "two replicas of one half of the experts, one of them with a fault")
     for r, _ in found:
         numbers = (f"{r.events:,}", f"{r.calls:,}", f"{r.failed:,}", f"{r.longest_ms:,.0f}", f"{r.recovered_s:.2f}")
         table.add_row(r.fault, *numbers, f"{r.quiet_p99_ms:,.1f}", f"{r.p99_ms:,.1f}")

@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 
 from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.processes import ServerProcess
 from expertctl.common.brief import fewer
+from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least, positive
 from expertctl.common.percentiles import Durations
 from expertctl.common.workload import LayerShape, drawn
@@ -37,13 +37,29 @@ from expertd.errors import UnavailableError
 from expertd.placement import Placement, Server
 from expertd_client.cluster import ExpertCluster
 
-__all__ = ["MoveMeasurement", "add_arguments", "run", "run_command"]
+__all__ = ["COLUMNS", "MORE", "MoveMeasurement", "add_arguments", "run", "run_command"]
 
 _LAYERS, _EXPERTS, _TOP_K, _HIDDEN = 4, 64, 4, 256
 MODEL = ("--synthetic", "tiny-many:int4_g128", "--device", "cpu", "--threads", "1", "--max-tokens", "256")
 HOLD = (("--experts", "0-31"), ("--experts", "32-63"), ("--layers", "none"))
 MOVED = (0, 9, 19, 32, 41, 51)
 """Of 64: from both halves."""
+PHASES = {"quiet": "before each move, as long as the last one took", "moving": "while expertctl apply moves experts"}
+COLUMNS = (
+    Column("phase", "of all rounds together", values=PHASES),
+    Column("calls", "that ended in it"),
+    Column("failed", "calls without an answer, or with a wrong one"),
+    Column("p50 ms", "median time of a call", "p50_ms"),
+    Column("p99 ms", "99th percentile of these times", "p99_ms"),
+    Column("longest ms", "the longest of them", "longest_ms"),
+)
+MORE = (
+    "The sentence below the table, in --json in the row `moving`:",
+    "  moved: experts, over all layers and rounds",
+    "  seconds: of all moves together",
+    "  p99_ratio: p99 of a move over that of the quiet time before it, the median of the rounds",
+    "  follow_s: the longest time from when the third server held its experts until it answered a call",
+)
 _BOUND = 2e-2
 _REST_S, _QUIET_S, _NEVER_S = 1.0, 4.0, 99.0
 _FOLLOW_S = 30.0
@@ -196,7 +212,7 @@ def _placement(addresses: Sequence[str], away: bool, epoch: int) -> Placement:
 
 def _rows(seen: _Seen, rounds: int, moved: int, spent_s: float, follow: Sequence[float]) -> list[MoveMeasurement]:
     rows = []
-    for phase in ("quiet", "moving"):
+    for phase in PHASES:
         every = Durations()
         for (name, _), times in seen.times.items():
             if name == phase:
@@ -233,10 +249,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "failures": [asdict(one) for one in why.first]}))
         return 1 if why else 0
-    table = Table(title="a tenth of the experts moves, there and back", title_justify="left", show_edge=False)
-    table.add_column("phase")
-    for name in ("calls", "failed", "p50 ms", "p99 ms", "longest ms"):
-        table.add_column(name, justify="right")
+    table = table_of(COLUMNS, "a tenth of the experts moves, there and back")
     for r in rows:
         numbers = (f"{r.calls:,}", f"{r.failed:,}", f"{r.p50_ms:.2f}", f"{r.p99_ms:.2f}", f"{r.longest_ms:.1f}")
         table.add_row(r.phase, *numbers)
@@ -245,7 +258,7 @@ def run_command(args: argparse.Namespace) -> int:
     print_sentence(
         out,
         f"{last.moved} experts moved in {last.seconds} s; p99 of a move over the quiet time before it, median:"
-        f" {last.p99_ratio:.2f}; the new replica answered {last.follow_s:.2f} s after it held them",
+        f" {last.p99_ratio:.2f}; the new replica answered {last.follow_s:.2f} s after it held them, or sooner",
     )
     why.show(out)
     return 1 if why else 0

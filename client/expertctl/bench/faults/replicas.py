@@ -1,13 +1,7 @@
 """`expertctl bench replicas`: two replicas of which one is worse, and what choosing and hedging make of it.
 
-    stumbles   one of them delays 5 % of its answers by 50 ms
-    slow       one of them takes four times as long for each call
-
-    in turn       two clients, asked one after the other (round robin)
-    two choices   a cluster, without hedges
-    hedged        a cluster as it is
-
-The servers are threads of this process that sleep, so that nothing but the choice differs.
+CASES and WAYS say what is compared.  The servers are threads of this process that sleep, so that nothing but the choice
+differs.
 """
 
 from __future__ import annotations
@@ -25,12 +19,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from expertctl.common.brief import fewer
+from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least
 from expertctl.common.percentiles import Durations
 from expertd.codec import ForwardRequestView, ForwardResponseView, TensorView
+from expertd.common.identity import synthetic_identity
 from expertd.common.tables import console, print_table
 from expertd.errors import RequestCancelledError
 from expertd.v1 import expert_service_pb2 as pb
@@ -40,7 +35,7 @@ from expertd_client.cluster import ExpertCluster, Policy
 from expertd_client.requests.request import Request
 from expertd_client.transports.protocol import Closed, Deliver, MainConnection, SessionTransport, Waiter, no_session
 
-__all__ = ["ReplicaMeasurement", "add_arguments", "measure", "run_command"]
+__all__ = ["COLUMNS", "ReplicaMeasurement", "add_arguments", "measure", "run_command"]
 
 TOKENS, HIDDEN = 4, 64
 SERVICE_S, STUMBLE_S, STUMBLES = 0.002, 0.05, 0.05
@@ -84,7 +79,9 @@ class Sleeper:
         self, method: str, request: Any, answer: Any, timeout_s: float, wait_for_ready: bool, waiter: Waiter[Any]
     ) -> None:
         layer = pb.Layer(layer=0, num_experts=1, held=[pb.ExpertRange(first=0, count=1)])
-        waiter.answer(pb.DescribeResponse(model=pb.Model(fingerprint="sleep", hidden_size=HIDDEN), layers=[layer]))
+        model = pb.Model(fingerprint="sleep", hidden_size=HIDDEN)
+        same = pb.WeightVersion(number=1, identity=synthetic_identity(model.fingerprint))
+        waiter.answer(pb.DescribeResponse(model=model, layers=[layer], versions=[same]))
 
     def submit(self, view: ForwardRequestView, wanted: Callable[[], bool], deliver: Deliver) -> None:
         with self._lock:
@@ -142,13 +139,29 @@ class _SleepingConnection:
             closed(RequestCancelledError("closed by this client"))
 
 
-WAYS = ("in turn", "two choices", "hedged")
+CASES = {
+    "stumbles": f"one replica delays {STUMBLES:.0%} of its answers by {1e3 * STUMBLE_S:g} ms",
+    "slow": "one replica takes four times as long for each call",
+}
+WAYS = {
+    "in turn": "two clients, one after the other (round robin)",
+    "two choices": "a cluster without hedging",
+    "hedged": "a cluster with hedging, the default",
+}
+COLUMNS = (
+    Column("case", "what is wrong with one of two replicas", values=CASES),
+    Column("strategy", "how a replica is chosen", "way", values=WAYS),
+    Column("calls", "that were made"),
+    Column("p50 ms", "median time of a call", "p50_ms"),
+    Column("p99 ms", "99th percentile of these times", "p99_ms"),
+    Column("extra work", "computed for a call whose answer came from the other replica, as a share of calls", "extra"),
+)
 
 
 def measure(calls: int, callers: int) -> list[ReplicaMeasurement]:
     """Both cases, each way."""
     rows = []
-    for case, way in itertools.product(("stumbles", "slow"), WAYS):
+    for case, way in itertools.product(CASES, WAYS):
         if case == "stumbles":
             servers = {"good": Sleeper("good", SERVICE_S, 0.0, 16), "bad": Sleeper("bad", SERVICE_S, STUMBLES, 16)}
         else:
@@ -202,11 +215,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}))
         return 0
-    table = Table(title="two replicas, one of them slow", title_justify="left", show_edge=False)
-    table.add_column("case")
-    table.add_column("strategy")
-    for name in ("calls", "p50 ms", "p99 ms", "extra work"):
-        table.add_column(name, justify="right")
+    table = table_of(COLUMNS, "two replicas, one of them slow")
     for r in rows:
         table.add_row(r.case, r.way, f"{r.calls:,}", f"{r.p50_ms:.1f}", f"{r.p99_ms:.1f}", f"{r.extra:.1%}")
     print_table(console(), table)

@@ -31,7 +31,7 @@ BACK_S = 30.0
 
 FAULTS = {
     "kill": "kill -9 of one of the two replicas, which is started again",
-    "stop": "SIGSTOP of one of them: connections stay, nothing answers; SIGCONT later",
+    "stop": "SIGSTOP of one of them: connections stay, nothing answers until SIGCONT",
     "restart": "SIGTERM and a new start, one replica after the other",
     "restart-cached": "the same with packed weights kept on disk",
     "join": "a third replica is added to the placement, and leaves it again",

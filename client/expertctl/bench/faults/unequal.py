@@ -18,11 +18,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from rich.table import Table
 
 from expertctl.bench.faults.failures import Failures
 from expertctl.bench.faults.processes import ServerProcess
 from expertctl.common.brief import briefly
+from expertctl.common.columns import Column, table_of
 from expertctl.common.counts import at_least, at_least_0, positive
 from expertctl.common.workload import LayerShape, drawn
 from expertctl.planner import observe, picture
@@ -34,12 +34,29 @@ from expertd.common.tables import console, print_sentence, print_table
 from expertd.placement import Placement
 from expertd_client.cluster import ExpertCluster
 
-__all__ = ["BalanceMeasurement", "add_arguments", "run", "run_command"]
+__all__ = ["COLUMNS", "MORE", "BalanceMeasurement", "add_arguments", "run", "run_command"]
 
 _LAYERS, _EXPERTS, _TOP_K, _HIDDEN = 4, 64, 4, 256
 MODEL = ("--synthetic", "tiny-many:int4_g128", "--device", "cpu", "--threads", "1", "--max-tokens", "256")
 ROUTE_US = (1000, 2000, 4000)
 """How much longer each of the servers takes for a token of an expert."""
+COLUMNS = (
+    Column(
+        "placement",
+        "which server has which experts",
+        values={"even": "a third each", "planned": "as planned by the counters of the even one, moved under load"},
+    ),
+    Column("experts held", "of each server, over all layers", "held"),
+    Column("calls", "that were answered"),
+    Column("failed", "calls without an answer"),
+    Column("routes/s", "routes a second, measured", "rate"),
+    Column("times", "routes/s over those of the even placement, measured"),
+    Column("forecast", "what the plan expected for `times`"),
+)
+MORE = (
+    "The second table: experts of each server, and its time for the same load, before and after; 100% is the longest.",
+    "The line above the table, in --json `alone`: why one server with this memory cannot hold the model, as intended.",
+)
 _SHARE = 0.85
 """Of the model's weights, what a server's memory has room for beside all else."""
 _WARM_S = 1.0
@@ -202,12 +219,11 @@ def run_command(args: argparse.Namespace) -> int:
         )
         return 1 if failed else 0
     out = console()
-    print_sentence(out, f"one server for everything: {alone or 'has room for it'}")
+    print_sentence(
+        out, f"one server for everything: {f'refused, as intended: {alone}' if alone else 'has room for it'}"
+    )
     delays = ", ".join(f"{us} us" for us in ROUTE_US)
-    table = Table(title=f"three servers, {delays} a route", title_justify="left", show_edge=False)
-    table.add_column("placement")
-    for name in ("experts held", "calls", "failed", "routes/s", "times", "forecast"):
-        table.add_column(name, justify="right")
+    table = table_of(COLUMNS, f"three servers, {delays} a route")
     for r in rows:
         held = " ".join(map(str, r.held))
         numbers = (f"{r.calls:,}", str(r.failed), f"{r.rate:,.0f}", f"{r.times:.2f}", f"{r.forecast:.2f}")

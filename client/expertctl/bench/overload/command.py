@@ -12,7 +12,7 @@ from rich.table import Table
 
 from expertctl.bench.overload.clients import WAYS
 from expertctl.bench.overload.cost import PARTS, Cost, measure_cost
-from expertctl.bench.overload.run import NotMeasured, OverloadPlan, measure
+from expertctl.bench.overload.run import BARE_WAYS, NotMeasured, OverloadPlan, measure
 from expertctl.bench.overload.tally import OverloadMeasurement
 from expertctl.common.brief import briefly
 from expertctl.common.counts import at_least, counted, positive
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start a server that sleeps instead of computing, for a busy machine",
     )
     parser.add_argument(
-        "--bare", action="store_true", help="send each load to a plain grpc.aio server that refuses everything, too"
+        "--bare",
+        action="store_true",
+        help=f"send each load to a plain grpc.aio server that refuses everything, too: only {', '.join(BARE_WAYS)}",
     )
     parser.add_argument(
         "--cost",
@@ -125,6 +127,8 @@ def run_command(args: argparse.Namespace) -> int:
         args.bare,
         args.cores,
     )
+    if plan.bare and not set(plan.ways) & set(BARE_WAYS):
+        raise ValueError(f"--bare: got --transport {','.join(plan.ways)}, want one of {', '.join(BARE_WAYS)}")
     asked = f"{counted(len(plan.ways), 'transport')}, {counted(len(plan.loads), 'load')} of each"
     first = f"{asked}: most of the time goes to the search for the peak of each transport"
     found = list(told(measure(plan), first, lambda row: row.way))
@@ -135,9 +139,10 @@ def run_command(args: argparse.Namespace) -> int:
     if args.json:
         peak = max((row.peak_per_s for row in rows), default=0.0)
         not_measured = {"not_measured": {m.way: m.why for m in missing}} if missing else {}
-        print(json.dumps({"peak_per_s": peak, "rows": [asdict(row) for row in rows], **not_measured}))
+        found_rows = [asdict(row) for row in rows]
+        print(json.dumps({"server": plan.named(), "peak_per_s": peak, "rows": found_rows, **not_measured}))
     else:
-        _show(rows)
+        _show(rows, plan.named())
         for m in missing:
             print(f"{m.way}: not measured: {m.why}")
     return 1 if missing or not rows else 0
@@ -177,10 +182,10 @@ _SHOWN = 5
 """Failures of a row."""
 
 
-def _show(rows: list[OverloadMeasurement]) -> None:
+def _show(rows: list[OverloadMeasurement], server: str) -> None:
     out = console(200)
     table = Table(
-        title="overload: multiples of the peak rate, with deadlines",
+        title=f"overload of {server}: multiples of the peak rate, with deadlines",
         title_justify="left",
         show_edge=False,
         pad_edge=False,
@@ -191,6 +196,13 @@ def _show(rows: list[OverloadMeasurement]) -> None:
     for r in rows:
         table.add_row(r.way, *_cells(r))
     print_table(out, table)
+    for r in rows:
+        if r.peak_refuted:
+            out.print(
+                f"{r.way} {r.load:g}x: its goodput shows that the peak is too low: measure again, with a larger"
+                " --seconds or with nothing else on the machine",
+                markup=False,
+            )
     for r in rows:
         reasons = ", ".join(f"{reason} {n:,}" for reason, n in r.refused.items()) or "nothing"
         out.print(f"{r.way} {r.load:g}x: refused {reasons}; failed {r.not_retryable:,}", markup=False)
@@ -209,13 +221,13 @@ def _cells(r: OverloadMeasurement) -> tuple[str, ...]:
         f"{r.late_admitted:.2%}",
         f"{r.late_generator:.2%}",
         f"{sum(r.refused.values()):,}",
-        f"{r.refusal_p99_ms:.2f}",
-        "" if r.bare_refusal_p99_ms is None else f"{r.bare_refusal_p99_ms:.2f}",
-        f"{r.answer_p99_ms:.1f}",
+        f"{r.refusal_p99_ms:.2f}" if r.refused else "-",
+        "-" if r.bare_refusal_p99_ms is None else f"{r.bare_refusal_p99_ms:.2f}",
+        f"{r.answer_p99_ms:.1f}" if r.goodput_of_peak else "-",
         f"{r.lateness_p99_ms:.2f}",
         f"{r.generator_cpu:.2f}",
-        f"{r.server_cpu:.2f}",
-        "" if r.rss_mb is None else f"{r.rss_mb[0]:.0f} > {r.rss_mb[1]:.0f}",
+        "-" if r.rss_mb is None else f"{r.server_cpu:.2f}",
+        "-" if r.rss_mb is None else f"{r.rss_mb[0]:.0f} > {r.rss_mb[1]:.0f}",
     )
 
 

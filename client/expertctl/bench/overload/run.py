@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.async_client import AsyncExpertClient
 from expertd_client.requests.request import Request
 
-__all__ = ["MODEL", "PACED", "NotMeasured", "OverloadPlan", "measure"]
+__all__ = ["BARE_WAYS", "MODEL", "PACED", "NotMeasured", "OverloadPlan", "measure"]
 
 MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
 """The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
@@ -66,6 +67,17 @@ class OverloadPlan:
     bare: bool = False
     cores: tuple[int, int] | None = None
 
+    def command(self) -> list[str]:
+        """Options of the server that is started where there is no address."""
+        options = list((PACED if self.paced else MODEL) if self.server is None else self.server)
+        if "tcp" in self.ways and not self.paced and "--tcp-listen" not in options:  # echo has TCP always
+            options += _TCP
+        return options
+
+    def named(self) -> str:
+        """What is measured: an address, or the command of the server that is started."""
+        return self.address or f"{'expertd-echo' if self.paced else 'expertd serve'} {shlex.join(self.command())}"
+
 
 @dataclass(frozen=True, slots=True)
 class NotMeasured:
@@ -80,11 +92,8 @@ def measure(plan: OverloadPlan) -> Iterator[OverloadMeasurement | NotMeasured]:
     with ExitStack() as stack:
         started, bare = [], ""
         if plan.address is None:
-            options = (PACED if plan.paced else MODEL) if plan.server is None else plan.server
-            if "tcp" in plan.ways and not plan.paced and "--tcp-listen" not in options:  # echo has TCP always
-                options = [*options, *_TCP]
             command, module = ("", "expertd_echo") if plan.paced else ("serve", "expertd_server.commands.cli")
-            started.append(stack.enter_context(ServerProcess(options, command=command, module=module)))
+            started.append(stack.enter_context(ServerProcess(plan.command(), command=command, module=module)))
             plan = replace(plan, address=started[0].ready())
         watched = Watched(started[0].pid if started else 0)
         if plan.bare:

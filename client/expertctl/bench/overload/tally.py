@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from expertctl.bench.faults.failures import Failure, Failures
-from expertctl.bench.overload.peak import Peak
+from expertctl.bench.overload.peak import STEP, Peak
 from expertctl.common.percentiles import Durations
 from expertd.errors import ExpertdError
 
@@ -19,7 +19,8 @@ class OverloadMeasurement:
 
     way                how requests travelled: a name of WAYS
     load               offered, as a multiple of the peak; peak_per_s: the largest rate that is answered in time, of
-                       that way; peak_limited: the generator could not offer more
+                       that way; peak_limited: the generator could not offer more; peak_refuted: more was answered
+                       in time than the step of the search allows for, so the peak is too low
     deadline_ms        of each request, from its leaving
     offered_per_s      that left; wanted_per_s: that were to leave
     goodput_of_peak    answered in time, a second, of the peak
@@ -57,6 +58,7 @@ class OverloadMeasurement:
     rss_mb: tuple[float, float] | None
     bare_refusal_p99_ms: float | None = None
     peak_limited: bool = False
+    peak_refuted: bool = False
     failures: tuple[Failure, ...] = ()
 
 
@@ -124,16 +126,19 @@ class OverloadTally:
         def ms(d: Durations) -> float:
             return round(1e3 * d.summary().p99_s, 3)
 
+        goodput = len(self.answers) / wall_s / peak.per_s
+
         return OverloadMeasurement(
             way=way,
             load=load,
             deadline_ms=round(1e3 * deadline_s, 2),
             offered_per_s=round(self.sent / wall_s, 1),
-            goodput_of_peak=round(len(self.answers) / wall_s / peak.per_s, 4),
+            goodput_of_peak=round(goodput, 4),
             late_admitted=part(lost),
             refusal_p99_ms=ms(self.refusals),
             peak_per_s=round(peak.per_s, 1),
             peak_limited=peak.limited,
+            peak_refuted=not peak.limited and goodput > STEP,
             wanted_per_s=round(load * peak.per_s, 1),
             admitted=admitted,
             late_generator=part(self.late_here),

@@ -23,7 +23,9 @@ __all__ = ["add_arguments", "run_command"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     plan = PathPlan()
-    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="server (default: an echo server that it starts)")
+    parser.add_argument(
+        "address", nargs="?", metavar="ADDRESS", help="server, measured beside the echo server that this always starts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="file for a picture")
     parser.add_argument(

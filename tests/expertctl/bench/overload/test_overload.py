@@ -9,6 +9,7 @@ import time
 from dataclasses import asdict
 
 import pytest
+from rich.console import Console
 
 from expertctl.bench.overload import command, cost
 from expertctl.bench.overload.cost import Cost
@@ -104,6 +105,23 @@ async def test_the_peak_is_the_largest_rate_that_is_answered_in_time(can, first)
     assert not peak.limited
 
 
+@pytest.mark.parametrize(("begins_s", "ends_s"), [(0, 5), (0, 15), (0, 25), (5, 18), (11, 30)])
+async def test_a_disturbance_that_is_over_does_not_bound_the_peak(begins_s, ends_s):
+    """A trial takes 2.5 s of a clock of its own; meanwhile a neighbour leaves the server two fifths of its speed."""
+    now_s = 0.0
+
+    async def measure(rate):
+        nonlocal now_s
+        can = 400 if begins_s <= now_s < ends_s else 1000
+        now_s += 2.5
+        return Trial(rate, 1.0 if rate <= can else can / rate)
+
+    peak = await largest(measure, 800)
+    assert 1000 / 1.1 <= peak.per_s <= 1000
+    assert not peak.limited
+    assert now_s < 80
+
+
 async def test_a_peak_that_the_generator_cannot_reach_says_so():
     async def measure(rate):
         return Trial(rate, 1.0, behind=rate > 500)
@@ -149,6 +167,47 @@ def test_a_way_that_is_not_to_be_had_loses_nothing_that_was_measured(monkeypatch
     assert main(["bench", "overload", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert (len(found["rows"]), found["not_measured"]) == (1, {"tcp": "the server has it off"})
+
+
+def test_a_goodput_far_above_the_peak_refutes_it(monkeypatch, capsys):
+    tally = sent(60)
+    for _ in range(42):
+        tally.answered(0.0, 0.25, 0.2, 0.2)
+    rows = [tally.row("shm", 2.0, 0.25, Peak(20.0, limited), 2.0, *NOBODY) for limited in (False, True)]
+    assert [r.peak_refuted for r in rows] == [False, False], "21 are within the search's step of 20"
+    rows = [tally.row("shm", 2.0, 0.25, Peak(10.0, limited), 2.0, *NOBODY) for limited in (False, True)]
+    assert [r.peak_refuted for r in rows] == [True, False], "a limited peak says itself that it is too low"
+    monkeypatch.setattr(command, "measure", lambda plan: rows)
+    assert main(["bench", "overload"]) == 0
+    assert capsys.readouterr().out.count("shm 2x: its goodput shows that the peak is too low") == 1
+
+
+def test_what_is_not_known_is_no_number(monkeypatch, capsys):
+    monkeypatch.setattr(command, "measure", lambda plan: [row(sent(4))])
+    monkeypatch.setattr(command, "console", lambda columns: Console(width=400))
+    assert main(["bench", "overload", "127.0.0.1:5"]) == 0
+    heads, _, cells = (line.split("│" if "│" in line else "┃") for line in capsys.readouterr().out.splitlines()[1:4])
+    shown = dict(zip([h.strip() for h in heads], [c.strip() for c in cells], strict=True))
+    unknown = {name for name, cell in shown.items() if cell == "-"}
+    assert unknown == {"refusal p99 ms", "of a plain server", "answer p99 ms", "server CPU", "server MB"}
+
+
+def test_it_says_which_server_is_measured(asked, capsys):
+    assert main(["bench", "overload", "--transport", "shm"]) == 0
+    assert "overload of expertd serve --synthetic qwen1.5-moe-a2.7b:int4_g128" in capsys.readouterr().out
+    for words, server in (
+        (["[::1]:5"], "[::1]:5"),
+        (["--paced"], "expertd-echo --batch-us 4000"),
+        (["--server", "--threads 2"], "expertd serve --threads 2"),
+    ):
+        assert main(["bench", "overload", *words, "--transport", "shm", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["server"].startswith(server)
+
+
+def test_a_bare_server_speaks_grpc_only(asked, capsys):
+    assert main(["bench", "overload", "--bare", "--transport", "shm,tcp"]) == 2
+    assert "--bare: got --transport shm,tcp, want one of streams, one-stream, synthetic" in capsys.readouterr().err
+    assert not asked
 
 
 @pytest.fixture
