@@ -104,7 +104,7 @@ LONG_S = 900
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marked = {m.name for m in item.iter_markers()}
-        compiles = {"own_triton_cache", "cpu_level"} & set(getattr(item, "fixturenames", ()))
+        compiles = {"own_triton_cache", "kept_triton_cache", "cpu_level"} & set(getattr(item, "fixturenames", ()))
         if (compiles or marked & {"slow", "soak", "gpu"}) and "timeout" not in marked:
             item.add_marker(pytest.mark.timeout(LONG_S))
         limit = item.get_closest_marker("timeout")

@@ -80,6 +80,17 @@ def own_triton_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
 
 
+@pytest.fixture
+def kept_triton_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton compiles what it has not compiled of these sources before, and what ptxas says is kept."""
+    import kept_triton  # imports triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(kept_triton.folder()))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    with kept_triton.keep_logs():
+        yield
+
+
 @pytest.fixture(params=cpu_levels.KNOWN)
 def cpu_level(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test runs at every instruction-set level of the CPU kernel, natively or emulated."""

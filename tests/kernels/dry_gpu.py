@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from kept_triton import output
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -80,10 +80,7 @@ class Launch:
         return [_loop(lines[first:end]) for first, end in inner]
 
     def _output(self, tool: str, folder: Path, *options: str) -> str:
-        file = folder / f"{self.compiled.hash}.cubin"
-        file.write_bytes(self.compiled.asm["cubin"])
-        done = subprocess.run([TOOLS / tool, *options, file], capture_output=True, text=True, check=True)
-        return done.stdout + done.stderr
+        return output(TOOLS / tool, options, self.compiled.asm["cubin"], folder)
 
 
 def _count(lines: list[str], pattern: str) -> int:

@@ -48,9 +48,11 @@ def _unshare() -> list[str]:
 
 
 class Namespace:
-    """A process that keeps a network namespace; command: what runs a program in it."""
+    """A process that keeps a network namespace; command: what runs a program in it.  presumed: servers that no page has
+    started and the next page may call, by address."""
 
     def __init__(self) -> None:
+        self.presumed: dict[str, Server] = {}
         more = " && ".join(f"ip address add {a}/32 dev lo" for a in OTHERS)
         script = f"ip link set lo up && {more} && echo up && exec sleep infinity"
         self._keeper = subprocess.Popen([*_unshare(), "sh", "-c", script], stdout=subprocess.PIPE, text=True)
@@ -60,15 +62,29 @@ class Namespace:
         self.command = ["nsenter", "--target", str(self._keeper.pid), "--net", *user, "--"]
 
     def close(self) -> None:
-        self._keeper.kill()
-        self._keeper.communicate()
+        try:
+            self.stop_presumed()
+        finally:
+            self._keeper.kill()
+            self._keeper.communicate()
+
+    def stop_presumed(self) -> None:
+        while self.presumed:
+            server = self.presumed.popitem()[1]
+            try:
+                server.stop()
+            finally:
+                server.end()
 
 
 @dataclass
 class Server:
+    """presumed: no page has started it."""
+
     text: str
     process: subprocess.Popen[bytes]
     log: Path
+    presumed: bool = False
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -112,8 +128,11 @@ class Reader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            for address in list(self._servers):
-                self._stop(address)
+            for address, server in list(self._servers.items()):
+                if server.presumed and server.process.poll() is None:
+                    self._namespace.presumed[address] = self._servers.pop(address)
+                else:
+                    self._stop(address)
         finally:
             for server in self._servers.values():
                 server.end()
@@ -138,6 +157,7 @@ class Reader:
         address = listens(text)
         if address in self._servers:
             self._stop(address)
+        self._namespace.stop_presumed()  # they might have its ports
         self._serve(called(text))
         return self._start(text, address)
 
@@ -146,9 +166,14 @@ class Reader:
 
     def _serve(self, addresses: set[str]) -> None:
         for address in sorted(addresses - self._everywhere()):
+            if address in self._namespace.presumed:
+                self._servers[address] = self._namespace.presumed.pop(address)
+                continue
+            self._namespace.stop_presumed()
             metrics = f"--metrics-listen {address.rpartition(':')[0]}:9464 --insecure"
             options = f"--threads 1 --kserve yes --expert-metrics yes --listen {address} {metrics}"
             self._start(f"expertd serve --synthetic tiny:int4_g128 {options}", address)
+            self._servers[address].presumed = True
 
     def _everywhere(self) -> set[str]:
         """Addresses that are served; 0.0.0.0 is all of them."""

@@ -1,8 +1,6 @@
 """expertctl and the examples against a real server, run as a user runs them: the first command of each name as a
 process, the others in this one."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -16,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Event, Thread
-from unittest import mock
 
+import as_command
 import grpc
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from as_command import PATH, as_process, expertctl, run
 from safetensors.torch import save_file
 
 from expertctl import cli as client_cli
@@ -32,47 +31,6 @@ from expertd_server.commands import cli as server_cli
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [ROOT / "client/examples" / name for name in ("numpy_client.py", "raw_grpcio.py", "torch_client.py")]
 """Those that take the address of a server and nothing else; tests/models and tests/client run the others."""
-PATH = os.pathsep.join([str(Path(sys.executable).parent), str(ROOT / "node_modules" / ".bin"), os.environ["PATH"]])
-
-
-def run(*words, code=0):
-    """Runs a command; its standard output.  Warnings are errors in it, too."""
-    env = {**os.environ, "PATH": PATH, "PYTHONWARNINGS": "error", "COLUMNS": "120"}
-    done = subprocess.run(
-        [str(w) for w in words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stdout + done.stderr
-
-
-STARTED: set[str] = set()
-"""Names of commands that ran as a process."""
-
-
-def expertctl(*words, code=0):
-    """What it prints, as run() has it."""
-    if words[0] not in STARTED:
-        STARTED.add(words[0])
-        return as_process(*words, code=code)
-    out, err, here = io.StringIO(), io.StringIO(), os.getcwd()
-    os.chdir(ROOT)
-    try:
-        with (
-            mock.patch.dict(os.environ, COLUMNS="120"),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
-            ended = client_cli.main([str(w) for w in words])
-    except SystemExit as e:
-        ended = e.code
-    finally:
-        os.chdir(here)
-    assert ended == code, out.getvalue() + err.getvalue()
-    return out.getvalue() if code == 0 else out.getvalue() + err.getvalue()
-
-
-def as_process(*words, code=0):
-    return run(sys.executable, "-m", "expertctl.cli", *words, code=code)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
@@ -84,7 +42,7 @@ def test_python_example(example, tiny_server):
 def test_json_example(tool, tiny_server, monkeypatch):
     """The script takes grpcurl where both are."""
     folders = [f for f in PATH.split(os.pathsep) if tool == "grpcurl" or not Path(f, "grpcurl").exists()]
-    monkeypatch.setattr(sys.modules[__name__], "PATH", os.pathsep.join(folders))
+    monkeypatch.setattr(as_command, "PATH", os.pathsep.join(folders))
     if shutil.which(tool, path=PATH) is None:
         pytest.skip(f"{tool} is not installed (make test installs buf where npm is)")
     said = run("sh", ROOT / "client" / "examples" / "json_call.sh", tiny_server)

@@ -11,15 +11,9 @@ import threading
 from contextlib import ExitStack
 
 import pytest
+from as_command import expertctl
 
 from expertctl.common.echo import echo_server
-
-
-def expertctl(*words, code=0):
-    command = [sys.executable, "-m", "expertctl.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stdout + done.stderr
 
 
 def test_a_sweep_of_callers(tiny_server, tmp_path):

@@ -14,6 +14,7 @@ import grpc
 import in_process
 import numpy as np
 import pytest
+from as_command import expertctl
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertctl.common.workload import LayerShape
@@ -253,13 +254,6 @@ def test_what_is_sent_again():
         replayed(made(), pb.DescribeResponse(model=pb.Model(hidden_size=8), layers=layers), 0)
     with pytest.raises(ValueError, match=r"got experts by layer \{1: 8\}, want \{1: 'none'\}"):
         replayed(made(), pb.DescribeResponse(model=pb.Model(hidden_size=H), layers=layers[:1]), 0)
-
-
-def expertctl(*words, code=0):
-    command = [sys.executable, "-m", "expertctl.cli", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout if code == 0 else done.stderr
 
 
 @pytest.mark.parametrize("how", ["ctrl-c", "requests"])

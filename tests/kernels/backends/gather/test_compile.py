@@ -11,7 +11,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from expertd_kernels.backends.gather import device_code  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
+pytestmark = pytest.mark.usefixtures("kept_triton_cache")
 KINDS = {
     device_code.WIDENED: ("*bf16", "*i32", "*i32"),
     device_code.AS_CODES: ("*u8", "*fp32", "*i32"),

@@ -13,7 +13,7 @@ from dry_gpu import launches, layer
 
 from expertd_kernels.weights.scheme import ActivationQuant
 
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
+pytestmark = pytest.mark.usefixtures("kept_triton_cache")
 
 SORTED = ["count_routes", "place_routes"]
 CASES = [

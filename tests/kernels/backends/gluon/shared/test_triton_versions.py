@@ -22,7 +22,7 @@ from expertd_kernels.oracle.table import BACKENDS
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 ROOT = Path(__file__).parents[5]
 FILES = ("gluon/test_launches.py", "portable/test_compile.py", "test_glue_compile.py")
-COMPILERS = ("dry_gpu.py", *(f"backends/{name}" for name in FILES))
+COMPILERS = ("dry_gpu.py", "kept_triton.py", *(f"backends/{name}" for name in FILES))
 SECONDS = 800
 RECORD = Path(__file__).with_name("triton_versions.json")
 ASKED = os.environ.get("EXPERTD_TEST_TRITON", "")

@@ -28,7 +28,7 @@ REGISTERS = 65536
 """Of an SM; a CTA of these kernels has one to itself."""
 
 
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
+pytestmark = pytest.mark.usefixtures("kept_triton_cache")
 
 
 def gemm(first: bool, grouped: bool, **more) -> Gemm8:
@@ -76,14 +76,14 @@ CASES = [
 def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped, most_spilled, tmp_path):
     plan = Plan8()
     kernel = compiled(gemm(first, grouped), plan)
-    text = assembled(kernel, tmp_path)
+    text = assembled(kernel)
     spilled = re.search(r"(\d+) bytes spill stores", text)
     used = re.search(r"Used (\d+) registers", text)
     assert spilled is not None, text
     assert used is not None, text
     assert "wgmma.mma_async instructions are serialized" not in text
     assert int(spilled[1]) <= most_spilled
-    lines = disassembled(tmp_path)
+    lines = disassembled(kernel, tmp_path)
     products = [i for i, line in enumerate(lines) if "QGMMA" in line]
     loops = (8, 8) if not grouped else (8, 8 if first else 4) * 2  # each warpgroup's, of whole and of short blocks
     assert len(products) == sum(loops)
@@ -94,10 +94,10 @@ def test_it_compiles_within_its_registers_and_stays_asynchronous(first, grouped,
     assert kernel.metadata.shared <= 232448
     assert 128 * (2 * plan.consumer_registers + plan.producer_registers) <= REGISTERS
     assert 384 * int(used[1]) <= REGISTERS
-    assert not predicated_sums(tmp_path)
+    assert not predicated_sums(kernel, tmp_path)
 
 
-def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):
+def test_the_main_loop_adds_to_fresh_sums_of_128_columns():
     """Each product of 128 columns starts from nothing (predicate false), and is awaited before it is added."""
     ptx = compiled(gemm(True, True), Plan8()).asm["ptx"]
     products = len(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx))
@@ -107,9 +107,9 @@ def test_the_main_loop_adds_to_fresh_sums_of_128_columns(tmp_path):
     assert len(re.findall(r"wgmma\.wait_group\.sync\.aligned\s+0", ptx)) == 2 * 2 * 2
 
 
-def test_inputs_in_list_order_come_by_bulk_copies_alone(tmp_path):
+def test_inputs_in_list_order_come_by_bulk_copies_alone():
     kernel = compiled(gemm(True, True), Plan8(listed=True))
-    assert "serialized" not in assembled(kernel, tmp_path)
+    assert "serialized" not in assembled(kernel)
     assert "cp.async.cg" not in kernel.asm["ptx"]
 
 
@@ -125,11 +125,11 @@ FEW = [
 
 
 @pytest.mark.parametrize(("first", "grouped", "plan", "by_route", "ctas"), FEW)
-def test_for_few_tokens_several_ctas_fit_an_sm(first, grouped, plan, by_route, ctas, tmp_path):
+def test_for_few_tokens_several_ctas_fit_an_sm(first, grouped, plan, by_route, ctas):
     more = {"bias": True, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
     for facts in ({}, more if first else {"bias": True}):
         kernel = compiled_few(gemm(first, grouped, weight=not first, **facts), plan, by_route)
-        text = assembled(kernel, tmp_path)
+        text = assembled(kernel)
         assert " 0 bytes spill stores" in text
         assert "serialized" not in text
         used = re.search(r"Used (\d+) registers", text)
@@ -151,7 +151,7 @@ def test_columns_of_w2_that_its_parts_do_not_divide_are_refused():
         tile_few(gemm(False, True), Few8(parts=4), 64, True)
 
 
-def test_every_feature_compiles(tmp_path):
+def test_every_feature_compiles():
     """Bias, swigluoai with limits, router weight on the input, a number of experts that is no power of two, a last
     column tile that is half empty."""
     more = {"experts": 5, "top_k": 3, "bias": True}
@@ -162,7 +162,7 @@ def test_every_feature_compiles(tmp_path):
         gemm(True, False, static=True),
     )
     for g in layers:
-        assert "serialized" not in assembled(compiled(g, Plan8()), tmp_path)
+        assert "serialized" not in assembled(compiled(g, Plan8()))
 
 
 @pytest.mark.parametrize("grouped", [True, False])

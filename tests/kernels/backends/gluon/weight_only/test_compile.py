@@ -6,7 +6,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import assembled, disassembled, predicated_sums, resources  # noqa: E402
+from ptxas import disassembled, predicated_sums, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
@@ -21,7 +21,7 @@ from expertd_kernels.backends.gluon.weight_only.wide import wide  # noqa: E402
 from expertd_kernels.backends.gluon.weight_only.ws import both, ws  # noqa: E402
 from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
+pytestmark = pytest.mark.usefixtures("kept_triton_cache")
 
 
 def gemm(scheme: str, first: bool, **more) -> Gemm:
@@ -104,10 +104,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'w13' if c[1] else 'w2'}-{c[3]}-{c[2].split(':')[0]}")
-def test_it_compiles_within_its_registers_and_stays_asynchronous(case, tmp_path):
+def test_it_compiles_within_its_registers_and_stays_asynchronous(case):
     scheme, first, plan, mode, words, most_registers, most_spilled = case
     kernel = compiled(gemm(scheme, first), TilePlan.parse(plan), mode, words, plan.startswith("wide"))
-    registers, spilled, serialized = resources(kernel, tmp_path)
+    registers, spilled, serialized = resources(kernel)
     assert not serialized, "ptxas serialized wgmma: the plan needs more registers than it may have"
     assert registers <= most_registers
     assert spilled <= most_spilled
@@ -140,12 +140,12 @@ def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, 
     source = GluonASTSource(both, signature, {(16,): C, (17,): D}, aligned)
     options = {"num_warps": p.warps, "launch_pdl": True} | ({"maxnreg": p.registers} if p.registers else {})
     kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    registers, spilled, serialized = resources(kernel, tmp_path)
+    registers, spilled, serialized = resources(kernel)
     assert not serialized
     assert registers <= (p.registers or 168)
     assert spilled <= most_spilled
     assert p.ctas * (kernel.metadata.shared + 1024) <= 233472
-    assert not predicated_sums(tmp_path)
+    assert not predicated_sums(kernel, tmp_path)
 
 
 @pytest.mark.parametrize("experts", [8, 60])
@@ -157,12 +157,12 @@ def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
         (False, "block: rows 64, tiles 2, stages 2, narrower 1, registers 168, stretch 16", "lists", 0),
         (True, "block: rows 8, tiles 2, stages 3", "ids", 2),
     ):
-        assembled(compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), mode, words), tmp_path)
-        assert any("REDUX" in line for line in disassembled(tmp_path)), "sums have another name here"
-        assert not predicated_sums(tmp_path)
+        kernel = compiled(gemm("int4_g128", first, experts=experts), TilePlan.parse(plan), mode, words)
+        assert any("REDUX" in line for line in disassembled(kernel, tmp_path)), "sums have another name here"
+        assert not predicated_sums(kernel, tmp_path)
 
 
-def test_w2_following_w13_costs_no_registers(tmp_path):
+def test_w2_following_w13_costs_no_registers():
     """w13 counts its tiles with a release at the end, after a barrier; w2 asks before it reads, weights under way, and
     waits for the kernel only at its own end."""
     for first, plan, most in (
@@ -170,7 +170,7 @@ def test_w2_following_w13_costs_no_registers(tmp_path):
         (False, "block: rows 8, tiles 2, columns 256, stages 2, follows", 72),
     ):
         kernel = compiled(gemm("int4_g128", first), TilePlan.parse(plan), "table", counted=24)
-        registers, spilled, serialized = resources(kernel, tmp_path)
+        registers, spilled, serialized = resources(kernel)
         assert (registers <= most, spilled, serialized) == (True, 0, False)
         text = kernel.asm["ptx"]
         if first:
@@ -181,35 +181,35 @@ def test_w2_following_w13_costs_no_registers(tmp_path):
             assert asks < text.index("bar.sync", asks) < text.index("cp.async.cg", asks)
 
 
-def test_every_feature_compiles(tmp_path):
+def test_every_feature_compiles():
     """Bias, swigluoai with limits, router weight on the input, padded K and output, a number of experts that is no
     power of two."""
     g = gemm("mxfp4", True, K=2880, rows=90, x_columns=2880, x_stride=2880, out_columns=2880, experts=60, bias=True,
              weight=True, act="swigluoai", alpha=1.702, beta=1.0, limit=7.0, limited=True)  # fmt: skip
     kernel = compiled(g, TilePlan.parse("block: rows 32, tiles 4, narrower 1"), "lists")
-    _, _, serialized = resources(kernel, tmp_path)
+    _, _, serialized = resources(kernel)
     assert not serialized
 
 
 @pytest.mark.parametrize("plan", [WIDE, WIDER], ids=str)
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("first", [True, False])
-def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan, tmp_path):
+def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan):
     """Not listed: the other GEMM is another kernel's, and w2's inputs are gathered, too."""
     facts = {"K": 2880, "x_columns": 2880, "x_stride": 2880, "out_columns": 2880, "experts": 60, "bias": True,
              "weight": True}  # fmt: skip
     act = {"rows": 90, "act": "swigluoai", "alpha": 1.702, "beta": 1.0, "limit": 7.0, "limited": True}
     g = gemm("bf16", first, **facts, **(act if first else {"rows": 45}))
     kernel = compiled(g, plan, "lists", 0, listed)
-    _, spilled, serialized = resources(kernel, tmp_path)
+    _, spilled, serialized = resources(kernel)
     assert not serialized
     assert spilled <= 384
     assert kernel.metadata.shared <= 232448
 
 
-def test_a_wide_kernel_without_gate_compiles(tmp_path):
+def test_a_wide_kernel_without_gate_compiles():
     g = gemm("bf16", True, gated=False, act="relu2", rows=13, out_columns=800)
-    _, _, serialized = resources(compiled(g, WIDE, "lists", 0, True), tmp_path)
+    _, _, serialized = resources(compiled(g, WIDE, "lists", 0, True))
     assert not serialized
 
 
@@ -278,8 +278,8 @@ def test_the_kernels_around_the_gemms_compile(kernel, types, constants, tmp_path
     source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()})
     out = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     assert "griddepcontrol.wait" in out.asm["ptx"]
-    assert resources(out, tmp_path)[1] == 0, "it spills"
-    assert not predicated_sums(tmp_path)
+    assert resources(out)[1] == 0, "it spills"
+    assert not predicated_sums(out, tmp_path)
 
 
 def test_a_plan_that_splits_a_group_is_refused():

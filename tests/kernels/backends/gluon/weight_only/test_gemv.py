@@ -9,7 +9,7 @@ import pytest
 triton = pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from ptxas import assembled, disassembled, resources  # noqa: E402
+from ptxas import disassembled, resources  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
@@ -20,7 +20,7 @@ from expertd_kernels.backends.gluon.weight_only.gemv_constants import KEPT, SHAR
 from expertd_kernels.backends.gluon.weight_only.plan import TilePlan  # noqa: E402
 from expertd_kernels.weights.scheme import Scheme  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("own_triton_cache")
+pytestmark = pytest.mark.usefixtures("kept_triton_cache")
 
 
 def gemm(scheme: str, first: bool, H: int = 2048, I: int = 768, top_k: int = 8, experts: int = 128, **more) -> Gemm:
@@ -94,7 +94,7 @@ def test_it_compiles_within_its_registers_and_keeps_operands_there(case, tmp_pat
     scheme, first, facts, plan, most = case
     kernel = compiled(gemm(scheme, first, **facts), plan)
     ptx = kernel.asm["ptx"]
-    registers, spilled, _ = resources(kernel, tmp_path)
+    registers, spilled, _ = resources(kernel)
     assert registers <= most
     assert spilled <= 16
     assert kernel.metadata.shared <= 232448
@@ -158,8 +158,8 @@ def first_uses(lines: list[str]) -> list[float]:
 def test_no_warp_waits_for_exponents_that_it_has_just_asked_for(scheme, first, plan, tmp_path):
     """Bytes of words that a round hands on to the next one would be copied at its end, 85 to 160 instructions of 320 to
     630 behind their loads."""
-    assembled(compiled(gemm(scheme, first, **(OSS | (ACT if first else {}))), plan), tmp_path)
-    uses = first_uses(disassembled(tmp_path))
+    kernel = compiled(gemm(scheme, first, **(OSS | (ACT if first else {}))), plan)
+    uses = first_uses(disassembled(kernel, tmp_path))
     assert len(uses) >= 8
     assert min(uses) >= 0.6
 
