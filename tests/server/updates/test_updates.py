@@ -25,6 +25,7 @@ from expertd.errors import (
     MalformedMessageError,
 )
 from expertd.v1 import weights_service_pb2 as pb
+from expertd_kernels.backends.cpu import CpuExperts
 from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.checkpoint.writer import quantize_checkpoint
 from expertd_kernels.weights.quantize import scheme_named
@@ -112,6 +113,24 @@ def test_every_cpu_backend_takes_new_weights(backend, scheme, serve, folder, tmp
     server.update(trained.step(2))
     new = trained.saved(tmp_path / "2", trained.step(2))
     assert server.answers() == booted(serve, new, quantize=scheme, backend=backend)
+
+
+def test_layers_are_checked_apart_from_the_kernel_that_serves_and_not_warmed_up_again(serve, folder, monkeypatch):
+    """Or calls would wait for a thread of low priority that holds the kernel's context."""
+    server = serve(trained.config(folder, quantize="int4_g128", backend="cpu"))
+    measured = {n: b.served.measured for n, b in server.host.residence.booted.items()}
+    calls = []
+    real = CpuExperts.__call__
+
+    def call(self, x, *rest, **more):
+        calls.append((len(x), self.context.here is self.context))
+        return real(self, x, *rest, **more)
+
+    monkeypatch.setattr(CpuExperts, "__call__", call)
+    server.update(trained.step(2))
+    assert calls == 2 * [(E + 1, False), (1, False), (4, False)]
+    assert {n: b.served.measured for n, b in server.host.residence.booted.items()} == measured
+    assert all(measured.values())
 
 
 def test_tensors_may_come_quantized_as_the_served_checkpoint_has_them(serve, folder, tmp_path):
