@@ -133,6 +133,22 @@ def test_layers_are_checked_apart_from_the_kernel_that_serves_and_not_warmed_up_
     assert all(measured.values())
 
 
+def test_the_first_update_says_what_a_restart_would_serve(serve, folder, tmp_path, caplog):
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "a restart serves" in r.getMessage()]
+
+    kept = serve(trained.config(folder, held=tmp_path / "held.json"))
+    kept.update(trained.step(2))
+    assert not said()
+    server = serve(trained.config(folder))
+    server.update(trained.step(2), "a", version=5)
+    server.update(trained.step(3), "b")
+    assert said() == [
+        "version 5 of the weights is served; without --held a restart serves --checkpoint"
+        f" {folder} again, as version 1"
+    ]
+
+
 def test_tensors_may_come_quantized_as_the_served_checkpoint_has_them(serve, folder, tmp_path):
     trained.saved(tmp_path / "step-2", trained.step(2))
     for n in (1, 2):
