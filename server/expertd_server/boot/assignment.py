@@ -101,7 +101,7 @@ def open_source(config: ServeConfig, device: torch.device | str = "cpu") -> Expe
 
             assert config.checkpoint is not None
             if not config.checkpoint.is_dir():
-                kept = "; after an update of the weights --held needs the folder from before it, too" * bool(config.held)
+                kept = "" if config.held is None else "; after an update --held needs the folder from before it, too"
                 raise WrongOptionError(
                     f"--checkpoint {config.checkpoint}: is no folder here; want one with config.json and safetensors"
                     f" files, such as a volume that is mounted there{kept}"

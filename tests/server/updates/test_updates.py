@@ -144,8 +144,7 @@ def test_the_first_update_says_what_a_restart_would_serve(serve, folder, tmp_pat
     server.update(trained.step(2), "a", version=5)
     server.update(trained.step(3), "b")
     assert said() == [
-        "version 5 of the weights is served; without --held a restart serves --checkpoint"
-        f" {folder} again, as version 1"
+        f"version 5 of the weights is served; without --held a restart serves --checkpoint {folder} again, as version 1"
     ]
 
 
@@ -257,6 +256,18 @@ def test_memory_for_two_versions_alone_is_told_before_the_older_one_goes(serve, 
     server.call("AbortUpdate", update="next")
     with pytest.raises(ChangeUnknownError):
         server.call("RollbackVersion")
+
+
+def test_without_memory_for_two_versions_it_says_what_is_missing_and_no_layers_that_are_served(serve, folder):
+    whole = trained.config(folder, quantize="int4_g128")
+    memory = serve(whole).client.describe().memory
+    rest = memory.scratch_bytes + memory.context_bytes + max(memory.buffers_bytes, memory.loading_bytes)
+    server = serve(dataclasses.replace(whole, memory_limit=memory.weights_bytes * 3 // 2 + rest))
+    for update, dry_run in (("", True), ("u", False)):
+        with pytest.raises(ChangeRefusedError, match=r"second version beside .* --memory-limit allows") as said:
+            server.call("BeginUpdate", update=update, dry_run=dry_run)
+        assert "would fit" not in str(said.value)
+    assert server.call("GetUpdate").update == ""
 
 
 def test_the_layers_before_the_last_version_are_given_back_at_its_commit(serve, folder):
