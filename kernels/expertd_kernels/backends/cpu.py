@@ -94,7 +94,7 @@ def _pack_matrix(q: QuantTensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     stream = native.allocate((q.num_experts, expert_bytes))
     parts = [None if t is None else t.cpu().contiguous() for t in (q.codes, q.scales, q.zeros)]
     source = native.Canonical(*(None if t is None else t.data_ptr() for t in parts))
-    ctx = native.context()
+    ctx = native.context().here
     ctx.check(
         native.library().expertd_cpu_pack(ctx.handle, C.byref(spec), C.byref(source), stream.data_ptr()), "packing"
     )
@@ -172,7 +172,7 @@ def _takes(out: Tensor, M: int, H: int) -> bool:
 
 
 class CpuExperts:
-    """A layer's experts on the CPU kernel.  The library runs one call at a time; others wait."""
+    """A layer's experts on the CPU kernel.  The library runs one call of a context at a time; others wait."""
 
     def __init__(
         self, packed: Packed, problem: Problem, context: native.Context | None = None, backend: str = "cpu"
@@ -260,8 +260,9 @@ class CpuExperts:
             fresh.dtype is torch.float32,
             router_weight_on_input,
         )
-        error = self._forward(self.context.handle, self._reference, call)
-        self.context.check(error, f"{M} tokens with ids in {int(ids.min())}..{int(ids.max())}" if error else "")
+        context = self.context.here
+        error = self._forward(context.handle, self._reference, call)
+        context.check(error, f"{M} tokens with ids in {int(ids.min())}..{int(ids.max())}" if error else "")
         if out is None:
             return fresh if x is hidden_states else fresh.to(dtype)
         return out if out is fresh else out.copy_(fresh)

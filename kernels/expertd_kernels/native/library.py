@@ -40,6 +40,8 @@ __all__ = [
     "library",
     "on_node",
     "physical_cpus",
+    "stand_apart",
+    "standing_apart",
     "use_threads",
 ]
 
@@ -220,6 +222,20 @@ def on_node(node: int | None) -> Iterator[None]:
         _node.reset(before)
 
 
+_apart: ContextVar[bool] = ContextVar("expertd_cpu_apart", default=False)
+
+
+def stand_apart() -> None:
+    """From now on the calling thread packs and computes with threads of its own, which have its priority: who serves
+    requests never waits for it."""
+    _apart.set(True)
+
+
+def standing_apart() -> bool:
+    """Whether the calling thread does."""
+    return _apart.get()
+
+
 def _cores(node: int | None) -> tuple[Core, ...]:
     return tuple(core for core in physical_cores() if node is None or core.node == node)
 
@@ -241,6 +257,7 @@ class Context:
         """level: "" = the best that runs here.  threads: 0 = default_threads().  node: of whose memory the threads are
         to be, None = of all."""
         threads = threads or default_threads()
+        self._asked = (level, threads, node)
         handle = C.c_void_p()
         sets = places(threads, _cores(node))
         flat = [cpu for cpus in sets for cpu in cpus]
@@ -260,6 +277,11 @@ class Context:
         """Threads that work on a call at present: `threads`, or fewer while other processes use the cores."""
         return int(library().expertd_cpu_threads(self.handle))
 
+    @property
+    def here(self) -> Context:
+        """This one, or on a thread that stands apart one that is like it and serves no requests."""
+        return _context(*self._asked, apart=True) if _apart.get() else self
+
     def check(self, error: int, what: str) -> None:
         """Raises for an error code of the library."""
         if error == 2:
@@ -276,7 +298,7 @@ def context(level: str | None = None, threads: int | None = None) -> Context:
 
 
 @cache
-def _context(level: str, threads: int, node: int | None) -> Context:
+def _context(level: str, threads: int, node: int | None, apart: bool = False) -> Context:
     return Context(level, threads, node)
 
 

@@ -101,9 +101,10 @@ def open_source(config: ServeConfig, device: torch.device | str = "cpu") -> Expe
 
             assert config.checkpoint is not None
             if not config.checkpoint.is_dir():
+                kept = "" if config.held is None else "; after an update --held needs the folder from before it, too"
                 raise WrongOptionError(
                     f"--checkpoint {config.checkpoint}: is no folder here; want one with config.json and safetensors"
-                    " files, such as a volume that is mounted there"
+                    f" files, such as a volume that is mounted there{kept}"
                 )
             # pyright holds a cached_property apart from the str that the protocol's property gives.
             source = cast("ExpertSource", open_checkpoint(config.checkpoint, layer_template=config.layer_template))

@@ -80,8 +80,8 @@ def boot_layer(
 ) -> Booted:
     """One layer.  The canonical weights, if they were loaded at all, are gone when it returns, so the peak of memory is
     the packed layers and one canonical one.  measure: whether the oracle may, or knows only what it has measured.
-    surfaces: whether it is measured what batches take.  like: the same layer of other weights, which is served: an
-    accelerator's kernels are warm, and measured.  stopped: ends the oracle's measuring.  Raises BootError, Stopped."""
+    surfaces: whether it is measured what batches take.  like: the same layer of other weights, which is served: its
+    kernels are warm, and measured.  stopped: ends the oracle's measuring.  Raises BootError, Stopped."""
     if assignment.parts:
         return _boot_parts(assignment, workshop, ahead, measure)
     start = time.perf_counter()
@@ -97,7 +97,7 @@ def boot_layer(
                 except MeasuringStoppedError as e:
                     raise Stopped from e
         choice = Choice(assignment.info.layer, assignment.decision, results, oracle.copies)
-    parts = _prepared(choice, assignment, canonical, workshop, like if workshop.device.type != "cpu" else None)
+    parts = _prepared(choice, assignment, canonical, workshop, like)
     assignment = replace(assignment, decision=choice.decision)
     served = _served(assignment, parts, workshop)
     prepared = [m for _, m in parts]

@@ -247,14 +247,21 @@ def free_bytes(device: torch.device) -> int:
 
 
 def require_room(
-    plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assignment], free: int, staging_free: int = 0
+    plan: MemoryPlan,
+    config: ServeConfig,
+    assignments: Sequence[Assignment],
+    free: int,
+    staging_free: int = 0,
+    advise: bool = True,
 ) -> None:
     """BootError where the plan needs more than is free or than --memory-limit, with the most that would fit.  free: of
-    the device, with the driver's context and this process already there; staging_free: of the host.  0: not known."""
+    the device, with the driver's context and this process already there; staging_free: of the host.  0: not known.
+    advise: whether the most that would fit is said."""
     room = _room(plan, free)
     if room is not None and plan.peak > room[0]:
         wrong = WrongOptionError if room[0] == plan.limit else BootError
-        raise wrong(f"{_needs(plan)}, and {room[1]}: {_what_fits(plan, config, assignments, free)}")
+        advice = f": {_what_fits(plan, config, assignments, free)}" if advise else ""
+        raise wrong(f"{_needs(plan)}, and {room[1]}{advice}")
     if plan.kind != "cpu" and staging_free and plan.pinned + plan.staging > staging_free:
         raise BootError(
             f"loading takes {_gib(plan.pinned + plan.staging)} GiB of host memory, of which {_gib(plan.pinned)} stay"

@@ -248,8 +248,8 @@ class Residence:
             return None, True
         if self.before is not None:
             with contextlib.suppress(BootError):
-                return self._require_room([*self._assignments_before(), *held]), True
-        return self._require_room(held), self.before is None
+                return self._require_room([*self._assignments_before(), *held], advise=False), True
+        return self._require_room(held, advise=False), self.before is None
 
     @property
     def weights(self) -> Weights:
@@ -368,9 +368,9 @@ class Residence:
                 ready(len(out))
         return out
 
-    def _require_room(self, assignments: Sequence[Assignment]) -> MemoryPlan:
+    def _require_room(self, assignments: Sequence[Assignment], advise: bool = True) -> MemoryPlan:
         """The plan of what is held and of `assignments` beside it, the weights before perhaps among them.  Raises
-        BootError where that does not fit."""
+        BootError where that does not fit.  advise: with how many layers or experts would."""
         held = [b.assignment for b in self.booted.values()]
         both = [*held, *assignments]
         now_there = [*held, *self._assignments_before()]
@@ -383,7 +383,7 @@ class Residence:
                 free += now.weights + now.scratch + now.buffers
                 if now.graphs:
                     free += min(now.graphs, self._engine.graph_bytes)
-            require_room(plan_memory(own, these), own, these, free, available_bytes())
+            require_room(plan_memory(own, these), own, these, free, available_bytes(), advise)
         return plan_memory(self._config, both)
 
     def _assignments_before(self) -> list[Assignment]:

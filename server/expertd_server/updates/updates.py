@@ -136,6 +136,7 @@ class Updates:
         self._lock = threading.RLock()
         self._job: Job | None = None
         self._committed = ""
+        self._told_restart = False
         self._closed = False
         self._released = threading.Event()
         self._released.set()
@@ -402,6 +403,7 @@ class Updates:
             self._committed, self.last_error = update, ""
             self._residence.unclaim()
         self._release(older)
+        self._tell_restart()
         self._metrics.ended("committed", job.packing.packing_s)
         return self.version
 
@@ -542,6 +544,18 @@ class Updates:
         """A restart serves it from now on: so before anybody is answered by it.  Raises OSError."""
         highest = max(self._highest, version.number)
         self._store.commit(Served(version, highest, self._source.fingerprint))
+
+    def _tell_restart(self) -> None:
+        """Once, where a restart would serve other weights than those that were just committed."""
+        if self._store.keeps or self._told_restart:
+            return
+        self._told_restart = True
+        start = "the synthetic model" if self._config.checkpoint is None else f"--checkpoint {self._config.checkpoint}"
+        log.warning(
+            "version %d of the weights is served; without --held a restart serves %s again, as version 1",
+            self.version.number,
+            start,
+        )
 
     def _serve(self, version: Version, weights: Weights) -> list[ServedLayer]:
         """Returns layers that nobody can ask for any more."""

@@ -211,7 +211,7 @@ def test_what_is_held_makes_room_by_what_it_takes_now(monkeypatch, captured):
     held, more = assignments[:2], assignments[2:3]
     now, asked = plan_memory(config, held), []
     monkeypatch.setattr(residence, "free_bytes", lambda device: 5 * GIB)
-    monkeypatch.setattr(residence, "require_room", lambda plan, config, of, free, staging: asked.append((of, free)))
+    monkeypatch.setattr(residence, "require_room", lambda plan, config, of, free, *rest: asked.append((of, free)))
     r = object.__new__(Residence)
     r._config, r._workshop = config, Workshop(None, torch.device("cpu"))
     r._engine, r.before = SimpleNamespace(graph_bytes=captured), None

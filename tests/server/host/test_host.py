@@ -99,6 +99,9 @@ def test_a_checkpoint_that_is_not_there_is_named_with_its_option(tmp_path):
     with pytest.raises(BootError, match=f"--checkpoint {tmp_path / 'away'}: is no folder here; want one") as said:
         open_source(ServeConfig(checkpoint=tmp_path / "away"))
     assert said.value.exit_code == 2
+    assert "--held" not in str(said.value)
+    with pytest.raises(BootError, match="after an update --held needs the folder from before it"):
+        open_source(ServeConfig(checkpoint=tmp_path / "away", held=tmp_path / "held.json"))
 
 
 def test_a_whole_life_in_a_thread_that_is_not_the_main_one(weights):

@@ -25,6 +25,7 @@ from expertd.errors import (
     MalformedMessageError,
 )
 from expertd.v1 import weights_service_pb2 as pb
+from expertd_kernels.backends.cpu import CpuExperts
 from expertd_kernels.checkpoint import open_checkpoint
 from expertd_kernels.checkpoint.writer import quantize_checkpoint
 from expertd_kernels.weights.quantize import scheme_named
@@ -112,6 +113,39 @@ def test_every_cpu_backend_takes_new_weights(backend, scheme, serve, folder, tmp
     server.update(trained.step(2))
     new = trained.saved(tmp_path / "2", trained.step(2))
     assert server.answers() == booted(serve, new, quantize=scheme, backend=backend)
+
+
+def test_layers_are_checked_apart_from_the_kernel_that_serves_and_not_warmed_up_again(serve, folder, monkeypatch):
+    """Or calls would wait for a thread of low priority that holds the kernel's context."""
+    server = serve(trained.config(folder, quantize="int4_g128", backend="cpu"))
+    measured = {n: b.served.measured for n, b in server.host.residence.booted.items()}
+    calls = []
+    real = CpuExperts.__call__
+
+    def call(self, x, *rest, **more):
+        calls.append((len(x), self.context.here is self.context))
+        return real(self, x, *rest, **more)
+
+    monkeypatch.setattr(CpuExperts, "__call__", call)
+    server.update(trained.step(2))
+    assert calls == 2 * [(E + 1, False), (1, False), (4, False)]
+    assert {n: b.served.measured for n, b in server.host.residence.booted.items()} == measured
+    assert all(measured.values())
+
+
+def test_the_first_update_says_what_a_restart_would_serve(serve, folder, tmp_path, caplog):
+    def said() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "a restart serves" in r.getMessage()]
+
+    kept = serve(trained.config(folder, held=tmp_path / "held.json"))
+    kept.update(trained.step(2))
+    assert not said()
+    server = serve(trained.config(folder))
+    server.update(trained.step(2), "a", version=5)
+    server.update(trained.step(3), "b")
+    assert said() == [
+        f"version 5 of the weights is served; without --held a restart serves --checkpoint {folder} again, as version 1"
+    ]
 
 
 def test_tensors_may_come_quantized_as_the_served_checkpoint_has_them(serve, folder, tmp_path):
@@ -222,6 +256,18 @@ def test_memory_for_two_versions_alone_is_told_before_the_older_one_goes(serve, 
     server.call("AbortUpdate", update="next")
     with pytest.raises(ChangeUnknownError):
         server.call("RollbackVersion")
+
+
+def test_without_memory_for_two_versions_it_says_what_is_missing_and_no_layers_that_are_served(serve, folder):
+    whole = trained.config(folder, quantize="int4_g128")
+    memory = serve(whole).client.describe().memory
+    rest = memory.scratch_bytes + memory.context_bytes + max(memory.buffers_bytes, memory.loading_bytes)
+    server = serve(dataclasses.replace(whole, memory_limit=memory.weights_bytes * 3 // 2 + rest))
+    for update, dry_run in (("", True), ("u", False)):
+        with pytest.raises(ChangeRefusedError, match=r"second version beside .* --memory-limit allows") as said:
+            server.call("BeginUpdate", update=update, dry_run=dry_run)
+        assert "would fit" not in str(said.value)
+    assert server.call("GetUpdate").update == ""
 
 
 def test_the_layers_before_the_last_version_are_given_back_at_its_commit(serve, folder):
