@@ -61,15 +61,28 @@ class MainWait:
             self._read = self._write = -1
 
 
+_FIRST_PROCESS = 1
+"""The kernel ignores for it what has no handler, all but SIGKILL from outside."""
+
+
+def _end(number: int, _: object) -> None:
+    os._exit(128 + number)
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[MainWait]:
     """The first SIGTERM or SIGINT makes wait() return; the second ends the process at once, as if it had no handler.
-    Raises ValueError where it is not the main thread."""
+
+    A container's first process ends with 128 + the signal's number then, between two steps of Python: signals that have
+    no handler do not reach it.  Raises ValueError where it is not the main thread.
+    """
     numbers = (signal.SIGTERM, signal.SIGINT)
+
+    second = _end if os.getpid() == _FIRST_PROCESS else signal.SIG_DFL
 
     def first(*_: object) -> None:
         for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, second)
 
     waiting = MainWait()
     before = [signal.signal(number, first) for number in numbers]

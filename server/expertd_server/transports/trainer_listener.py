@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 
+from expertd.common.door import REST_S, is_shortage, tell_shortage
 from expertd.shm.region import host_id, peer_uid, supported
 from expertd.tcp.entry import read_exactly
 from expertd_server.transports.tokens import Tokens
@@ -92,8 +93,12 @@ class TrainerListener:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as e:
+                if not is_shortage(e):
+                    return  # close() was called
+                tell_shortage("updates: trainers", e)
+                time.sleep(REST_S)
+                continue
             update = self._heard(sock)
             if update is None:
                 sock.close()

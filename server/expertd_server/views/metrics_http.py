@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterable
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
+from expertd.common.door import REST_S, is_shortage, tell_shortage
 from expertd_server.views.metrics import Metrics
 from expertd_server.views.page import Page
 
@@ -118,11 +120,25 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
 
+    def get_request(self) -> tuple[Any, Any]:
+        """Rests where the process has no descriptor left: the connection waits, and would be there again at once."""
+        try:
+            return super().get_request()
+        except OSError as e:
+            if is_shortage(e):
+                tell_shortage("metrics: scrapes", e)
+                time.sleep(REST_S)
+            raise
+
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._room.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._room.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the host has no thread left
+            self._room.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         alarm = threading.Timer(self._limit_s, _hang_up, (request,))

@@ -61,6 +61,24 @@ def test_the_first_signal_wakes_and_the_second_ends_the_process(number):
     assert (done.stdout, done.returncode) == ("woke\n", -number)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_containers_first_process_ends_itself_at_the_second(number):
+    """Without a handler the kernel lets nothing through to it.  Said to be the first, as nobody else may make one."""
+    done = _run(f"""
+        import os, sys
+        pid = os.getpid()
+        os.getpid = lambda: 1
+        from expertd.common.signals import ended_by_signals
+        with ended_by_signals() as waiting:
+            os.kill(pid, {number.value})
+            waiting.wait()
+            print("woke", flush=True)
+            os.kill(pid, {number.value})
+            print("still there", flush=True)
+    """)
+    assert (done.stdout, done.returncode) == ("woke\n", 128 + number)
+
+
 def test_each_ring_lets_one_wait_return_and_none_is_heard_after_close():
     done = _run("""
         import signal, threading

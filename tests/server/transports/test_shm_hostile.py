@@ -12,8 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from short import Shortage
 from test_shm import MISSING, call, engine, enter, gone, leave, listener  # noqa: F401  fixtures
+from waiting import until
 
+from expertd.common import door
 from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
@@ -139,3 +142,40 @@ def test_no_descriptor_but_the_memory_is_given_to_a_client(listener):  # noqa: F
         for fd in fds:
             os.close(fd)
     assert [kind.split()[0] for kind in kinds] == ["/memfd:expertd"]
+
+
+# ---- a process that has no descriptor left ---------------------------------------------------------------------------
+
+
+def test_without_descriptors_it_rests_and_serves_those_it_has(listener, engine, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(door, "REST_S", 3600)
+    shortage = Shortage(monkeypatch)
+    sock, region = enter(listener)
+    leaving, left = enter(listener)
+    _, endpoint, _ = listener.offer("attacker", host_id())
+    shortage.lasts = True
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect("\0" + endpoint.removeprefix("unix-abstract:"))
+        until(lambda: shortage.asked)
+        leave(leaving)
+        left.close()
+        gone(listener, engine, sessions=1)  # the listener's thread has looked again
+        client = Client(region)
+        call(client)
+        assert shortage.asked == 1
+    leave(sock)
+    client.end()
+    client.close()
+
+
+def test_who_waited_for_a_descriptor_is_served(listener, monkeypatch):  # noqa: F811
+    shortage = Shortage(monkeypatch)
+    token, endpoint, _ = listener.offer("honest", host_id())
+    shortage.lasts = True
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))
+        sock.sendall(token.encode())
+        until(lambda: shortage.asked)
+        shortage.lasts = False
+        sock.settimeout(WITHIN_S)
+        Region.receive(sock).close()

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 from core_library import needs_core
 from listener_kit import BOUNDS, K, M, batch, call, gone
+from short import NoThreads, Shortage
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 from waiting import until, until_inside
 
+from expertd.common import door
 from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
@@ -253,3 +255,50 @@ def test_no_thread_and_no_socket_is_left_behind(engine):
 
 assert ARRAYS.keys() == NUMBERS.keys()
 assert struct.calcsize("<4sIII") == HEAD.size
+
+
+# ---- a process that has nothing left for one more --------------------------------------------------------------------
+
+
+def test_without_descriptors_it_rests_and_serves_those_it_has(listener, monkeypatch):
+    monkeypatch.setattr(door, "REST_S", 3600)
+    shortage = Shortage(monkeypatch)
+    _, endpoint, _ = listener.offer("caller", "")
+    with Twin(listener) as staying, Twin(listener) as leaving:
+        shortage.lasts = True
+        with dial(endpoint):
+            until(lambda: shortage.asked)
+            call(leaving)
+            leaving.close()
+            gone(listener, 1)  # the listener's thread has looked again
+            call(staying)
+            assert shortage.asked == 1
+
+
+def test_who_waited_for_a_descriptor_is_served(listener, monkeypatch):
+    shortage = Shortage(monkeypatch)
+    token, endpoint, _ = listener.offer("caller", "")
+    shortage.lasts = True
+    with dial(endpoint) as sock:
+        until(lambda: shortage.asked)
+        shortage.lasts = False
+        enter(sock, token, 10)
+        until(lambda: listener.sessions == 1)
+
+
+def test_without_threads_it_refuses_and_goes_on(engine, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_ENTERING", 2)
+    listener = TcpListener(engine, Address("127.0.0.1", 0), BOUNDS)
+    listener.start()
+    try:
+        short = NoThreads(monkeypatch, "_enter")
+        _, endpoint, _ = listener.offer("caller", "")
+        for _ in range(3):
+            with dial(endpoint) as sock, contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+        assert short.asked == 3
+        short.lasts = False
+        with Twin(listener) as peer:
+            call(peer)
+    finally:
+        listener.close()

@@ -6,6 +6,8 @@ import socket
 from contextlib import ExitStack, closing
 
 import pytest
+from short import Shortage
+from waiting import until
 
 from expertd.shm.region import host_id
 from expertd_server.transports import trainer_listener
@@ -86,3 +88,14 @@ def test_nobody_comes_in_once_it_is_closed(listener):
     with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):
         sock.connect("\0" + endpoint.removeprefix("unix-abstract:"))
     assert listener.offer("v", host_id())[2] == "the server closes"
+
+
+def test_a_process_without_descriptors_listens_again_when_it_has_some(listener, monkeypatch):
+    shortage = Shortage(monkeypatch)
+    shortage.lasts = True
+    endpoint, token, _ = listener.offer("u", host_id())
+    until(lambda: shortage.asked)
+    shortage.lasts = False
+    sock, answer = entered(endpoint, token)
+    assert answer == b"\x01"
+    sock.close()

@@ -7,11 +7,14 @@ import http.client as http_client
 import socket
 import threading
 import time
+import types
 import urllib.request
 
 import pytest
+from short import NoThreads, Shortage
 from waiting import until
 
+from expertd_server.views import metrics_http
 from expertd_server.views.metrics import Metrics
 from expertd_server.views.metrics_http import MetricsHttp
 
@@ -105,3 +108,37 @@ def test_who_sends_a_byte_now_and_then_is_hung_up_on_too(http):
 
 def test_many_scrapes_one_after_another_are_all_answered(http):
     assert all("expertd_serving" in scrape(http) for _ in range(20))
+
+
+def test_without_descriptors_it_rests_and_the_scrape_waits(http, monkeypatch):
+    free, rested = threading.Event(), []
+
+    def rest(seconds):
+        rested.append(seconds)
+        free.wait(20)
+
+    monkeypatch.setattr(metrics_http, "time", types.SimpleNamespace(sleep=rest), raising=False)
+    shortage = Shortage(monkeypatch)
+    shortage.lasts = True
+    with socket.create_connection(("127.0.0.1", http.port), timeout=20) as sock:
+        sock.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        try:
+            until(lambda: rested)
+            assert shortage.asked == 1
+            shortage.lasts = False
+        finally:
+            free.set()
+        assert sock.recv(9) == b"HTTP/1.0 "
+
+
+def test_without_threads_no_place_is_lost(http, monkeypatch):
+    short = NoThreads(monkeypatch, "process_request_thread")
+    for _ in range(6):  # more than there are places
+        with (
+            socket.create_connection(("127.0.0.1", http.port), timeout=20) as sock,
+            contextlib.suppress(ConnectionError),
+        ):
+            assert sock.recv(1) == b""
+    assert short.asked == 6
+    short.lasts = False
+    assert "expertd_serving" in scrape(http)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from expertd.common.door import Door
 from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
@@ -157,8 +158,8 @@ class ShmListener:
         self._endpoint = "unix-abstract:" + name[1:]
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        for fd in (self._listener.fileno(), self._wake):
-            self._poll.register(fd, select.POLLIN)
+        self._door = Door(self._listener, self._poll, "shared memory: clients")
+        self._poll.register(self._wake, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="expertd-shm", daemon=True)
         self._thread.start()
         self._open = True
@@ -233,7 +234,7 @@ class ShmListener:
     def _run(self) -> None:
         while not self._closing:
             impatient = any(not g.handle for g in self._guests.values())
-            for fd, _ in self._poll.poll(_HELLO_S * 1000 if impatient else None):
+            for fd, _ in self._poll.poll(self._door.timeout_ms(_HELLO_S * 1000 if impatient else None)):
                 if fd == self._listener.fileno():
                     self._welcome()
                 elif fd in self._guests:
@@ -244,8 +245,10 @@ class ShmListener:
         self._listener.close()
 
     def _welcome(self) -> None:
+        sock = self._door.accept()
+        if sock is None:
+            return
         with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
             why = "a process of another user" if peer_uid(sock) not in (os.getuid(), 0) else ""
             if not why and len(self._guests) >= self._most_guests:
                 why = f"a connection: {len(self._guests)} are open, with and without a session, want fewer"

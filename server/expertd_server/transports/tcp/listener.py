@@ -10,7 +10,6 @@ A thread accepts; each client that is entering has one of its own, for seconds. 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from expertd.common.door import Door
 from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
 from expertd.tcp.tls import carried
 from expertd_server.config.values import Address
@@ -166,12 +166,13 @@ class TcpListener:
 
     def _run(self) -> None:
         poll = select.poll()
-        for fd in (self._listener.fileno(), self._wake, self._tcp_connections.bell):
+        door = Door(self._listener, poll, "tcp: clients")
+        for fd in (self._wake, self._tcp_connections.bell):
             poll.register(fd, select.POLLIN)
         while not self._closing:
-            for fd, _ in poll.poll():
+            for fd, _ in poll.poll(door.timeout_ms()):
                 if fd == self._listener.fileno():
-                    self._welcome()
+                    self._welcome(door)
                 elif fd == self._tcp_connections.bell:
                     self._bury()
         self._listener.close()
@@ -190,13 +191,19 @@ class TcpListener:
             for handle in gone:
                 self._sessions.pop(handle, None)
 
-    def _welcome(self) -> None:
-        with contextlib.suppress(OSError):
-            sock, _ = self._listener.accept()
-            if not self._entering.acquire(blocking=False):
-                sock.close()
-                return
+    def _welcome(self, door: Door) -> None:
+        sock = door.accept()
+        if sock is None:
+            return
+        if not self._entering.acquire(blocking=False):
+            sock.close()
+            return
+        try:
             threading.Thread(target=self._enter, args=(sock,), name="expertd-tcp-enter", daemon=True).start()
+        except RuntimeError as e:  # the host has no thread left
+            self._entering.release()
+            sock.close()
+            log.warning("tcp: refused a client: %s", e)
 
     # ---- a client's thread -------------------------------------------------------------------------------------------
 
