@@ -53,11 +53,13 @@ class Started(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What one call sends.  rows: [M] bool of the tokens that travel, None = all; routes: how many must be computed."""
+    """What one call sends.  rows: [M] bool of the tokens that travel, None = all; routes: how many must be computed, or
+    how many places for them topk_ids has, where nobody has looked at their values."""
 
     requests: list[Request]
     rows: Tensor | None
     routes: int
+    looked: bool = True
 
 
 class RemoteExperts(torch.nn.Module):
@@ -75,7 +77,7 @@ class RemoteExperts(torch.nn.Module):
 
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
     topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
-                    is not sent and gets zeros
+                    gets zeros.  It is not sent, but where the last call had the same shapes and no -1
     topk_weights    [..., top_k] f64, f32, f16 or bf16
     returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
 
@@ -112,13 +114,15 @@ class RemoteExperts(torch.nn.Module):
         self.weights_version_seen = 0
         self._under_way: dict[int, Callable[[Tensor], Tensor]] = {}
         self._tickets = itertools.count(1)
-        self._last: tuple[object, Request | None] = None, None  # what the tensors of a call were, and it without them
+        # what the tensors of a call were, it without them, and how many routes it had
+        self._last: tuple[object, Request | None, int] = None, None, 0
         self._number = next(_NUMBERS)
         _MODULES[self._number] = self
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """Sends, and waits for the answer."""
-        self._refuse_gradients(hidden_states, topk_weights)
+        if self.training or torch.is_grad_enabled():
+            self._refuse_gradients(hidden_states, topk_weights)
         if torch.compiler.is_compiling():
             op = torch.ops.expertd.forward_in_graph if self.graphs else torch.ops.expertd.forward
             answer: Tensor = op(hidden_states, topk_ids, topk_weights, self._number)
@@ -127,7 +131,8 @@ class RemoteExperts(torch.nn.Module):
 
     def start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Started:
         """Sends without waiting.  The tensors may be overwritten as soon as this returns."""
-        self._refuse_gradients(hidden_states, topk_weights)
+        if self.training or torch.is_grad_enabled():
+            self._refuse_gradients(hidden_states, topk_weights)
         if torch.compiler.is_compiling():
             ticket = torch.ops.expertd.start(hidden_states, topk_ids, topk_weights, self._number)
         else:
@@ -163,24 +168,23 @@ class RemoteExperts(torch.nn.Module):
         return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
 
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        transport = self._device_transport(hidden_states)
-        if transport is not None:
-            out = transport.forward(
-                self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
-            )
-            if out is not None:
-                return out.to(hidden_states.dtype).view(hidden_states.shape)
-        self._refuse_capture(hidden_states, transport)
-        return self._through_here(hidden_states, topk_ids, topk_weights)
-
-    def _through_here(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        """By requests of this process."""
+        if hidden_states.is_cuda:
+            transport = self._device_transport(hidden_states)
+            if transport is not None:
+                out = transport.forward(
+                    self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
+                )
+                if out is not None:
+                    return out.to(hidden_states.dtype).view(hidden_states.shape)
+            self._refuse_capture(hidden_states, transport)
         self.forwarder.expect()  # checks and copies take as long as its waking: decision 178
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             answers = [self.forwarder.forward_request(call.requests[0], timeout_s=self.timeout_s)]
         else:
             answers = _results(self._submit(call))
+        if not call.looked and answers[0].routes_computed != call.routes:
+            call = self._looked(call, topk_ids)
         return self._joined(call, answers, hidden_states)
 
     def _start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
@@ -191,18 +195,21 @@ class RemoteExperts(torch.nn.Module):
 
     def _begin(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         ticket = next(self._tickets)
-        transport = self._device_transport(hidden_states)
-        if transport is not None:
-            fetch = transport.start(
-                self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
-            )
-            if fetch is not None:
-                self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
-                return torch.tensor(ticket)
-        self._refuse_capture(hidden_states, transport)
+        if hidden_states.is_cuda:
+            transport = self._device_transport(hidden_states)
+            if transport is not None:
+                fetch = transport.start(
+                    self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
+                )
+                if fetch is not None:
+                    self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
+                    return torch.tensor(ticket)
+            self._refuse_capture(hidden_states, transport)
         self.forwarder.expect()
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
+        if not call.looked:  # as long as the ids are there
+            call = self._looked(call, topk_ids)
         self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
         return torch.tensor(ticket)
 
@@ -233,8 +240,7 @@ class RemoteExperts(torch.nn.Module):
     def _refuse_gradients(self, hidden_states: Tensor, topk_weights: Tensor) -> None:
         if self.training:
             raise gradients_refused(self.layer, "a module in training", "call model.eval()")
-        if torch.is_grad_enabled():
-            refuse_gradients(self.layer, hidden_states, topk_weights)
+        refuse_gradients(self.layer, hidden_states, topk_weights)
 
     def _refuse_capture(self, x: Tensor, transport: DeviceTransport | None) -> None:
         """What goes through this process cannot be in a CUDA graph."""
@@ -263,16 +269,24 @@ class RemoteExperts(torch.nn.Module):
             *(hidden_states.dtype, topk_ids.dtype, topk_weights.dtype),
             *(self.layer, self.max_tokens, self.weights_version),
         )
-        known, sent = self._last
-        if sent is not None and kinds == known and topk_ids.is_cpu and int(topk_ids.min()) >= 0:
-            return _Call([sent.again(hidden_states, topk_ids, topk_weights)], None, topk_ids.numel())
+        known, sent, routes = self._last
+        if sent is not None and kinds == known and topk_ids.is_cpu:
+            return _Call([sent.again(hidden_states, topk_ids, topk_weights)], None, routes, False)
         call = self._checked_call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
             sent = call.requests[0]
             travel = sent.hidden_states, sent.topk_ids, sent.topk_weights
-            if all(a is b for a, b in zip(travel, (hidden_states, topk_ids, topk_weights), strict=True)):
-                self._last = kinds, sent.again(None, None, None)
+            same = all(a is b for a, b in zip(travel, (hidden_states, topk_ids, topk_weights), strict=True))
+            if same and call.routes == topk_ids.numel():
+                self._last = kinds, sent.again(None, None, None), topk_ids.numel()
         return call
+
+    def _looked(self, call: _Call, topk_ids: Tensor) -> _Call:
+        """With the number of its routes.  Where they are not all there the next call is looked at before it is sent."""
+        routes = int((topk_ids != -1).sum())
+        if routes != call.routes:
+            self._last = None, None, 0
+        return call._replace(routes=routes)
 
     def _checked_call(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> _Call:
         self._check_shapes(hidden_states, topk_ids, topk_weights)
@@ -297,7 +311,11 @@ class RemoteExperts(torch.nn.Module):
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
         if answers:
-            answers = self._of_one_version(call, answers)
+            if len(answers) > 1:
+                answers = self._of_one_version(call, answers)
+            version = answers[0].weights_version
+            if version != self.weights_version_seen:  # torch makes assignments to a module slow
+                self.weights_version_seen = version
         if len(answers) == 1 and call.rows is None and answers[0].routes_computed == call.routes:  # as nearly always
             output: Tensor = answers[0].output
             return output if output.dtype == like.dtype and like.dim() == 2 else output.to(like.dtype).view(like.shape)
@@ -322,9 +340,6 @@ class RemoteExperts(torch.nn.Module):
     def _of_one_version(self, call: _Call, answers: list[ForwardResult]) -> list[ForwardResult]:
         """Parts of a call that was cut may be of two versions of the weights, where the server has switched between
         them: those of the older one are asked for once more."""
-        if len(answers) == 1:
-            self._saw(answers[0].weights_version)
-            return answers
         newest = max(answer.weights_version for answer in answers)
         out = []
         for request, answer in zip(call.requests, answers, strict=True):
@@ -333,12 +348,7 @@ class RemoteExperts(torch.nn.Module):
                 again = request.pinned(newest)
                 answer = self.forwarder.forward_request(again, timeout_s=self.timeout_s)
             out.append(answer)
-        self._saw(newest)
         return out
-
-    def _saw(self, version: int) -> None:
-        if version != self.weights_version_seen:  # torch makes assignments to a module slow
-            self.weights_version_seen = version
 
 
 def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:
@@ -363,7 +373,7 @@ def _as_ids(x: Tensor) -> Tensor:
 
 
 def _gpu_of(x: Tensor) -> int | None:
-    return x.device.index if x.device.type == "cuda" and torch.version.hip is None else None
+    return x.device.index if x.is_cuda and torch.version.hip is None else None
 
 
 def _for_the_wire(x: Tensor) -> Tensor:

@@ -70,10 +70,13 @@ class Exchange:
     ) -> ForwardResult | None:
         """The answer, waited for by the calling thread itself; None: nothing was sent, because there is no connection
         that can do so now."""
-        connection = self._open().blocking_for(request)
+        link = self._link
+        if link is None or not link.alive:
+            link = self._open()
+        connection = link.blocking
         if self.most_tokens and request.tokens > self.most_tokens:
             raise self._too_many(request)
-        if connection is None:
+        if connection is None or not connection.takes(request):
             return None
         try:
             answer = connection.call(request, deadline, traced)

@@ -51,6 +51,7 @@ class Link:
 
     alive                whether it takes requests
     session_connection   the faster one; None: there is none
+    blocking             that, where a calling thread can send what it takes, and wait for the answer itself
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Link:
         self.alive = True
         self._on_load, self._on_close = on_load, on_close
         self._target = transport.target
-        # `alive`, `session_connection` and `_session` change together, and `pending` with the session connection's end
+        # `alive`, `session_connection`, `blocking` and `_session` change together, and `pending` with the session
+        # connection's end
         self._lock = threading.Lock()
         self._error: ExpertdError = UnavailableError(f"{transport.target}: the connection is closed")
         self._offered = {offered.name: offered for offered in transport.offers}
@@ -71,7 +73,7 @@ class Link:
         self._asking: list[Waiter[Session]] = []
         self._opening = False
         self.session_connection: SessionConnection | None = None
-        self._blocking: BlockingConnection | None = None  # that, where calling threads can wait themselves
+        self.blocking: BlockingConnection | None = None
         self._broken: ExpertdError | None = None
         self._main: MainConnection = transport.connect(self._deliver, self._close)
         if self._offered:
@@ -119,19 +121,9 @@ class Link:
             if self.pending.pop(request_id, None) is not None:
                 raise
 
-    def blocking_for(self, request: Request) -> BlockingConnection | None:
-        """The connection on which the calling thread can send this request and wait for the answer itself."""
-        connection = self._blocking
-        return connection if connection is not None and connection.takes(request) else None
-
-    @property
-    def blocking(self) -> BlockingConnection | None:
-        """The same for any request; None: there is none now."""
-        return self._blocking if self.alive else None
-
     def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
         """A slot of the session connection's; None: there is none, or it has no room."""
-        connection = self._blocking
+        connection = self.blocking
         return None if connection is None else connection.slot(tokens, hidden_size, top_k, dtype)
 
     def adopt(
@@ -255,7 +247,7 @@ class Link:
             unwanted = connection
             if connection is not None and self._broken is None and self.alive:
                 self.session_connection, unwanted = connection, None
-                self._blocking = connection.blocking
+                self.blocking = connection.blocking
             elif self._broken is not None:
                 reasons = {**reasons, name: _broke(self._broken)}
             opened = name if self.session_connection is not None else INLINE
@@ -270,7 +262,7 @@ class Link:
     def _session_connection_closed(self, error: ExpertdError) -> None:
         with self._lock:
             self._broken = error
-            connection, self.session_connection, self._blocking = self.session_connection, None, None
+            connection, self.session_connection, self.blocking = self.session_connection, None, None
             if connection is None or self._session is None:
                 return  # it never opened, and _settle() says why, or this link has ended
             self._session = Session(INLINE, {**self._session.refused, self._session.transport: _broke(error)})
@@ -281,7 +273,7 @@ class Link:
         with self._lock:
             self._error = blame(error, self._target, 2)
             self.alive = False  # from here on whoever adds to `pending` sees it, or is in it below
-            connection, self.session_connection, self._blocking = self.session_connection, None, None
+            connection, self.session_connection, self.blocking = self.session_connection, None, None
             asking, self._asking = self._asking, []
         self._fail(error, None)
         for waiter in asking:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from expertd.codec import RequestForm
 from expertd.common.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
@@ -17,21 +17,33 @@ from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dt
 if TYPE_CHECKING:
     from expertd_client.requests.request import Grouped
 
-__all__ = ["checked", "form_of", "gradients_refused", "refuse_gradients"]
+__all__ = ["Kind", "checked", "form_of", "gradients_refused", "refuse_gradients"]
 
-_Checked: TypeAlias = "tuple[tuple[int, ...], RequestForm | None, bool]"
-_known: dict[object, _Checked] = {}
+
+class Kind:
+    """What requests of the same types, dtypes and shapes share.
+
+    dtypes, plain   as Request's
+    form            of their message, where it has one
+    submission      what the transports of expertd.shm.layout made of the first that was sent; None: none was"""
+
+    __slots__ = ("dtypes", "form", "plain", "submission")
+
+    def __init__(self, dtypes: tuple[int, ...], form: RequestForm | None = None, plain: bool = False) -> None:
+        self.dtypes, self.form, self.plain = dtypes, form, plain
+        self.submission: Any = None
+
+
+_known: dict[object, Kind] = {}
 """What checked() found, by types, dtypes and shapes: callers send the same ones again and again."""
 _KNOWN = 4096
 """Kept at once."""
 
 
-def checked(
-    hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any
-) -> _Checked:
-    """(Request.dtypes; the form of its message, where it has one; Request.plain)."""
+def checked(hidden_states: Any, topk_ids: Any, topk_weights: Any, grouped: Grouped | None, output_dtype: Any) -> Kind:
+    """That of a Request.  Raises what Request does."""
     if grouped is not None:
-        return _check(hidden_states, topk_ids, topk_weights, grouped, output_dtype), None, False
+        return Kind(_check(hidden_states, topk_ids, topk_weights, grouped, output_dtype))
     try:
         key = (
             *(type(hidden_states), hidden_states.dtype, hidden_states.shape),
@@ -41,7 +53,7 @@ def checked(
         )
         found = _known.get(key)
     except (AttributeError, TypeError):  # no tensor; _check() says so
-        return _check(hidden_states, topk_ids, topk_weights, None, output_dtype), None, False
+        return Kind(_check(hidden_states, topk_ids, topk_weights, None, output_dtype))
     if found is None:
         dtypes = _check(hidden_states, topk_ids, topk_weights, None, output_dtype)
         if len(_known) >= _KNOWN:
@@ -49,7 +61,7 @@ def checked(
         tensors = (hidden_states, topk_ids, topk_weights)
         few = (are_few_bytes(x, number) for x, number in zip(tensors, dtypes[1:], strict=True))
         plain = hidden_states.shape[0] > 0 and all(few)
-        found = _known[key] = dtypes, form_of(dtypes, *tensors), plain
+        found = _known[key] = Kind(dtypes, form_of(dtypes, *tensors), plain)
     return found
 
 

@@ -22,7 +22,7 @@ from expertd.codec import ForwardRequestView, RequestForm, encode_stream_request
 from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError, LayerNotHeldError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.requests.checks import checked, form_of, refuse_gradients
+from expertd_client.requests.checks import Kind, checked, form_of, refuse_gradients
 from expertd_client.requests.current_span import current_traceparent
 from expertd_client.requests.e4m3 import E4m3, quantize
 from expertd_client.requests.tensors import Synthetic, bytes_of, keep_or, take, to_wire
@@ -71,11 +71,11 @@ class _Fields:
     """Those of a Request, while it is being made."""
 
     __slots__ = (
-        "_form",
         "digest",
         "dtypes",
         "grouped",
         "hidden_states",
+        "kind",
         "layer",
         "output_dtype",
         "plain",
@@ -96,7 +96,7 @@ class _Fields:
     traceparent: str
     weights_version: int
     dtypes: tuple[int, ...]
-    _form: RequestForm | None
+    kind: Kind
     plain: bool
 
 
@@ -119,6 +119,7 @@ class Request(_Fields):
     dtypes          DataTypes of the answer, hidden_states, topk_ids, topk_weights (the last two unless grouped)
     plain           whether all three tensors are numpy arrays of few bytes and M > 0: they are copied, without a look
                     at where they lie
+    kind            what requests of the same types, dtypes and shapes share
 
     unknown         none exists: TypeError, with the name of the argument that was meant
 
@@ -157,7 +158,8 @@ class Request(_Fields):
         made.router_weight_on_input, made.digest = router_weight_on_input, digest
         made.traceparent = traceparent or current_traceparent()
         made.weights_version = weights_version
-        made.dtypes, made._form, made.plain = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        made.kind = kind = checked(hidden_states, topk_ids, topk_weights, grouped, output_dtype)
+        made.dtypes, made.plain = kind.dtypes, kind.plain
         if not made.plain:
             refuse_gradients(layer, hidden_states, topk_weights)
         return _finished(made)
@@ -233,7 +235,7 @@ class Request(_Fields):
 
     def message(self, request_id: int, timeout_us: int, sent_us: int = 0) -> bytes:
         """view() as a StreamForwardRequest."""
-        form = self._form or _form_of(self)
+        form = self.kind.form or _form_of(self)
         if form is None or self.digest or self.router_weight_on_input or self.traceparent:
             return encode_stream_request(self.view(request_id, timeout_us, sent_us))
         x, ids, w = self.hidden_states, self.topk_ids, self.topk_weights
@@ -278,7 +280,7 @@ class Request(_Fields):
         part.layer, part.output_dtype, part.weights_version = self.layer, self.output_dtype, self.weights_version
         part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
-        part.grouped, part.dtypes, part._form, part.plain = None, self.dtypes, self._form, self.plain
+        part.grouped, part.dtypes, part.kind, part.plain = None, self.dtypes, self.kind, self.plain
         part.traceparent = current_traceparent()
         return _finished(part)
 
@@ -304,7 +306,8 @@ class Request(_Fields):
         part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.weights_version = self.weights_version
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
-        part.grouped, part.dtypes, part._form, part.plain = grouped, dtypes or self.dtypes, None, False
+        part.grouped, part.dtypes, part.plain = grouped, dtypes or self.dtypes, False
+        part.kind = Kind(part.dtypes)
         return _finished(part)
 
 

@@ -43,12 +43,12 @@ class ForwardResult:
     __slots__ = (
         "_give_back",
         "_timing",
-        "_weights_version",
         "digest",
         "lazy_load",
         "output",
         "placement_epoch",
         "routes_computed",
+        "weights_version",
     )
     output: Any
 
@@ -61,24 +61,18 @@ class ForwardResult:
         load: pb.Load | Callable[[], pb.Load],
         placement_epoch: int = 0,
         give_back: Callable[[], None] | None = None,
-        weights_version: int | Callable[[], int] = 0,
+        weights_version: int = 0,
     ) -> None:
-        """timing, load, weights_version: they, or what makes them when somebody asks."""
+        """timing, load: they, or what makes them when somebody asks."""
         self.output, self.digest, self.routes_computed = output, digest, routes_computed
         self._timing, self.lazy_load, self.placement_epoch = timing, load, placement_epoch
-        self._give_back, self._weights_version = give_back, weights_version
+        self._give_back, self.weights_version = give_back, weights_version
 
     @property
     def timing(self) -> pb.Timing:
         if not isinstance(self._timing, pb.Timing):
             self._timing = self._timing()
         return self._timing
-
-    @property
-    def weights_version(self) -> int:
-        if not isinstance(self._weights_version, int):
-            self._weights_version = self._weights_version()
-        return self._weights_version
 
     @property
     def load(self) -> pb.Load:

@@ -224,14 +224,14 @@ class BlockingConnection(CoreConnection):
         beside: Callable[[], object] | None = None,
     ) -> int:
         """The ticket; answer is filled.  beside: called when the request was sent."""
-        sent.submission.deadline_ns = end_ns(deadline)
+        wait_ns = _SLICE_NS
+        if deadline is not None:
+            sent.submission.deadline_ns, wait_ns = end_ns(deadline), _slice_ns(deadline)
         try:
             if beside is None:
-                ticket = self._client.call(sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS)
+                ticket = self._client.call(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS)
             else:
-                ticket = self._client.call_beside(
-                    sent.submission, sent.tensors, answer, _slice_ns(deadline), SPIN_NS, beside
-                )
+                ticket = self._client.call_beside(sent.submission, sent.tensors, answer, wait_ns, SPIN_NS, beside)
         except (NoRoomError, SessionEndedError) as e:
             raise self._ours(e) from None
         if ticket < 0:

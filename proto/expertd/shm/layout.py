@@ -45,7 +45,7 @@ CALLS_OFFSET = 320
 MOST_PREPARED = 1 << 16
 """Submission.number goes from 1 to this."""
 
-_SAYS_VERSION, _SAYS_VERSION_AT = 0x017677FF, 108
+_SAYS_VERSION = 0x017677FF
 
 
 class Submission(C.Structure):
@@ -64,10 +64,22 @@ class Submission(C.Structure):
     ]
 
 
+class _Version(C.Structure):
+    _fields_ = [(name, C.c_uint32) for name in ("says_version", "version_low", "version_high")]
+
+
+class _Text(C.Union):
+    """Of a refusal; else the version, where the server says one."""
+
+    _anonymous_ = ("_version",)
+    _fields_ = [("text", C.c_char * 404), ("_version", _Version)]
+
+
 class Completion(C.Structure):
     """One answer.  name: of the row of the error table where it is refused, and text says why; else of the backend, and
     the output lies where the submission wanted it."""
 
+    _anonymous_ = ("_text",)
     _fields_ = [
         ("seq", C.c_uint64),
         ("id", C.c_uint64),
@@ -90,16 +102,17 @@ class Completion(C.Structure):
         ("retry_after_us", C.c_uint32),
         ("arrival_ns", C.c_uint64),
         ("name", C.c_char * 36),
-        ("text", C.c_char * 404),
+        ("_text", _Text),
     ]
 
     @property
     def weights_version(self) -> int:
         """Version of the weights that computed it; 0 = the server does not say.  It lies where the text of a refusal
         does."""
-        if self.refused or C.c_uint32.from_buffer(self, _SAYS_VERSION_AT).value != _SAYS_VERSION:
+        if self.refused or self.says_version != _SAYS_VERSION:
             return 0
-        return C.c_uint64.from_buffer(self, _SAYS_VERSION_AT + 4).value
+        version: int = self.version_low | self.version_high << 32
+        return version
 
 
 class DeviceCalls(C.Structure):

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from expertd.errors import (
     BadDtypeError,
@@ -298,12 +299,60 @@ def test_a_call_like_the_last_one_sends_its_own_values(far):
             request.layer = 4
 
 
-def test_a_call_like_the_last_one_leaves_out_tokens_without_a_route(far):
+def started(experts, x, ids, weights):
+    """As experts(), with ids that are overwritten meanwhile."""
+    ids = ids.clone()
+    call = experts.start(x, ids, weights)
+    ids.fill_(E)
+    return experts.wait(call)
+
+
+@pytest.mark.parametrize("call", [RemoteExperts.__call__, started])
+def test_tokens_without_a_route_are_left_out_but_in_the_first_call_like_the_last_one(far, call):
     experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(5)
-    experts(x, ids, weights)
-    ids[1], ids[2, 0] = -1, -1
-    torch.testing.assert_close(experts(x, ids, weights).double(), expert_sum(x, ids, weights))
-    assert [r.tokens for r, _ in far.seen] == [5, 4]
+    padded = ids.clone()
+    padded[1], padded[2, 0] = -1, -1
+    for routes in (ids, padded, padded, ids, ids, padded, torch.full_like(ids, -1), ids):
+        torch.testing.assert_close(call(experts, x, routes, weights).double(), expert_sum(x, routes, weights))
+    assert [r.tokens for r, _ in far.seen] == [5, 5, 4, 5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("call", [RemoteExperts.__call__, started])
+def test_a_route_that_nobody_computed_is_an_error_in_a_call_like_the_last_one(call):
+    experts, (x, ids, weights) = RemoteExperts(Scaling(range(7)), 5).eval(), batch(4)
+    ids %= 7
+    call(experts, x, ids, weights)
+    ids[0, 0], ids[2, 1] = -1, 7
+    with pytest.raises(BadResponseError, match="layer 5: routes computed: got 6, want 7"):
+        call(experts, x, ids, weights)
+
+
+class Operations(TorchDispatchMode):
+    """Names of those of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_like_the_last_one_is_sent_without_an_operation_of_torch(far):
+    experts, x = RemoteExperts(far, 0).eval(), batch(5)
+    experts(*x)
+    forward, before = far.forward_request, []
+
+    def sent(request, **options):
+        before.append(list(seen.names))
+        return forward(request, **options)
+
+    far.forward_request = sent
+    with Operations() as seen:
+        experts(*x)
+    assert before == [[]]
+    assert seen.names, "the mode sees nothing"
 
 
 def test_a_call_unlike_the_last_one_is_checked(far):

@@ -12,7 +12,7 @@ import torch
 from expertd.errors import BadResponseError
 from expertd.shm.layout import ROUTER_WEIGHT_ON_INPUT, Completion, Tensors
 from expertd_client import Request
-from expertd_client.transports.message import Prepared, submission_of
+from expertd_client.transports.message import Prepared, sendable, submission_of
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -95,3 +95,25 @@ def test_a_prepared_answer_of_another_version_is_refused_and_gives_its_memory_ba
         prepared.result(lambda: given.append(1))
     del prepared
     assert given == [1]
+
+
+@pytest.mark.parametrize("kind", [lambda *t: t, lambda *t: map(torch.from_numpy, t)])
+def test_one_that_was_sent_lets_no_digest_be_sent(kind):
+    request = Request(4, *kind(*batch()))
+    assert sendable(request)
+    submission_of(request)
+    for layer in (4, 5):
+        assert sendable(Request(layer, *kind(*batch())))
+        assert not sendable(Request(layer, *kind(*batch()), digest=True))
+
+
+@pytest.mark.parametrize("version", [1, 7, (1 << 32) - 1, 1 << 32, (1 << 64) - 1])
+def test_an_answer_says_its_version_as_the_library_wrote_it(version):
+    raw = bytearray(C.sizeof(Completion))
+    raw[108:120] = (0x017677FF).to_bytes(4, "little") + version.to_bytes(8, "little")
+    answer = Completion.from_buffer(raw)
+    assert answer.weights_version == version
+    answer.refused = 1
+    assert answer.weights_version == 0
+    answer.refused, raw[108:112] = 0, b"cpu\0"
+    assert (answer.weights_version, answer.text) == (0, b"cpu")

@@ -36,7 +36,7 @@ from expertd_client.requests.tensors import device_of, over_memory
 from expertd_client.tracing import TracedCall
 from expertd_client.transports.core_connection import AsyncConnection, BlockingConnection, end_ns
 from expertd_client.transports.core_transport import AsyncTransport, BlockingTransport
-from expertd_client.transports.message import ALIGN, Prepared, Sent, refusal, result_with, submission_of, timing_of
+from expertd_client.transports.message import ALIGN, Prepared, refusal, result_with, submission_of, timing_of
 from expertd_client.transports.protocol import Closed, ConnectionFullError, Deliver
 from expertd_client.transports.shm.device import Pinned, on_gpu
 from expertd_client.transports.shm.entry import entered
@@ -117,18 +117,25 @@ class ShmConnection(BlockingConnection):
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         if not request.plain and self._pinnable and on_gpu(request) and (pinned := self._pin()) is not None:
             return self._call_from_gpu(pinned, request, deadline, traced)
+        prepared: Prepared
         self.use()
         try:
             sent, answer = submission_of(request), Completion()
-            preparation = _Preparation(self._memory, sent, answer, request, traced)
-            ticket = self._send_and_wait(request, sent, answer, deadline, preparation.prepare)
+
+            def prepare() -> None:  # the output has its place now
+                nonlocal prepared
+                if traced is not None:
+                    traced.parts[-1].sent()
+                prepared = Prepared(answer, sent, request, self._memory.output(0, sent.submission))
+
+            ticket = self._send_and_wait(request, sent, answer, deadline, prepare)
         except BaseException:
             self.unuse()
             raise
         if answer.refused:
             self._back(ticket)
             raise refusal(answer)
-        found = preparation.prepared.result(partial(self._back, ticket))
+        found = prepared.result(partial(self._back, ticket))
         if traced is not None:
             traced.parts[-1].answered(found.timing)
         return found
@@ -238,28 +245,6 @@ class ShmConnection(BlockingConnection):
             self.unuse()
 
         return offset, Lent.at(self._memory.region.arena + offset, nbytes, give_back)
-
-
-class _Preparation:
-    """What a call does while the server computes.
-
-    prepared   after prepare(): what the caller gets, but for what the answer says"""
-
-    __slots__ = ("_answer", "_memory", "_request", "_sent", "_traced", "prepared")
-    prepared: Prepared
-
-    def __init__(
-        self, memory: Client, sent: Sent, answer: Completion, request: Request, traced: TracedCall | None
-    ) -> None:
-        self._memory, self._sent, self._answer = memory, sent, answer
-        self._request, self._traced = request, traced
-
-    def prepare(self) -> None:
-        """Once the request was sent, whose output has its place then."""
-        if self._traced is not None:
-            self._traced.parts[-1].sent()
-        address = self._memory.output(0, self._sent.submission)
-        self.prepared = Prepared(self._answer, self._sent, self._request, address)
 
 
 class _Slot:
