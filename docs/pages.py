@@ -300,7 +300,8 @@ def options_page() -> str:
 
 An option has three spellings: a flag, a variable in the environment, and a key in a TOML file (`--config FILE`). A flag
 takes precedence over the variable, and the variable over the file. `expertd serve --print-config` prints the result.
-A variable `EXPERTD_*` that nothing reads is refused where its name is close to an option's, and is a warning at the start otherwise.
+A variable `EXPERTD_*` that nothing reads is refused where its name is close to an option's, and is a warning
+at the start otherwise.
 
 - **yes|no**: a flag without a value means yes (`--insecure`).
 - **SIZE**: bytes, or a number with a unit: `20GiB` (`20Gi` and `20G` are the same), `512MiB`, `20GB`.
