@@ -468,8 +468,8 @@ class Flight:
             got=f"{got} ({self._state.members.versions_text()})",
             want="one version that all servers hold",
             remedy="ask for a version that all of them hold; or give the newest to servers that lack it: expertctl"
-            " update SERVER --checkpoint DIR --version N; a server that started with a new volume, or without --held, is"
-            " back at version 1",
+            " update SERVER --checkpoint DIR --version N; a server that started with a new volume, or without --held,"
+            " is back at version 1",
         )
 
     def _nobody_left(self, sub: SubRequest) -> ExpertdError:
