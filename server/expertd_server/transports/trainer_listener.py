@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 
-from expertd.common.door import REST_S, is_shortage, tell_shortage
+from expertd.common.accepting import REST_S, is_shortage, tell_shortage
 from expertd.shm.region import host_id, peer_uid, supported
 from expertd.tcp.entry import read_exactly
 from expertd_server.transports.tokens import Tokens

@@ -15,7 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
 
-from expertd.common.door import REST_S, is_shortage, tell_shortage
+from expertd.common.accepting import REST_S, is_shortage, tell_shortage
 from expertd_server.views.metrics import Metrics
 from expertd_server.views.page import Page
 

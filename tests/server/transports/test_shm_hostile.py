@@ -16,7 +16,7 @@ from short import Shortage
 from test_shm import MISSING, call, engine, enter, gone, leave, listener  # noqa: F401  fixtures
 from waiting import until
 
-from expertd.common import door
+from expertd.common import accepting
 from expertd.shm import layout
 from expertd.shm.client import Client
 from expertd.shm.layout import Completion, Submission
@@ -148,7 +148,7 @@ def test_no_descriptor_but_the_memory_is_given_to_a_client(listener):  # noqa: F
 
 
 def test_without_descriptors_it_rests_and_serves_those_it_has(listener, engine, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(door, "REST_S", 3600)
+    monkeypatch.setattr(accepting, "REST_S", 3600)
     shortage = Shortage(monkeypatch)
     sock, region = enter(listener)
     leaving, left = enter(listener)

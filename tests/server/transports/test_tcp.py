@@ -18,7 +18,7 @@ from short import NoThreads, Shortage
 from tcp_kit import ARRAYS, HEAD, NUMBERS, Twin, dial, request
 from waiting import until, until_inside
 
-from expertd.common import door
+from expertd.common import accepting
 from expertd.tcp.entry import ENTRY_BYTES, EntryError, enter
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.config.values import Address
@@ -261,7 +261,7 @@ assert struct.calcsize("<4sIII") == HEAD.size
 
 
 def test_without_descriptors_it_rests_and_serves_those_it_has(listener, monkeypatch):
-    monkeypatch.setattr(door, "REST_S", 3600)
+    monkeypatch.setattr(accepting, "REST_S", 3600)
     shortage = Shortage(monkeypatch)
     _, endpoint, _ = listener.offer("caller", "")
     with Twin(listener) as staying, Twin(listener) as leaving:

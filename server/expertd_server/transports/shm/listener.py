@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from expertd.common.door import Door
+from expertd.common.accepting import Accepting
 from expertd.shm.layout import ENTRIES, PAGE, region_bytes
 from expertd.shm.pool import Pool, PoolError
 from expertd.shm.region import Region, RegionError, host_id, peer_uid, supported
@@ -158,7 +158,7 @@ class ShmListener:
         self._endpoint = "unix-abstract:" + name[1:]
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poll = select.poll()
-        self._door = Door(self._listener, self._poll, "shared memory: clients")
+        self._accepting = Accepting(self._listener, self._poll, "shared memory: clients")
         self._poll.register(self._wake, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="expertd-shm", daemon=True)
         self._thread.start()
@@ -234,7 +234,7 @@ class ShmListener:
     def _run(self) -> None:
         while not self._closing:
             impatient = any(not g.handle for g in self._guests.values())
-            for fd, _ in self._poll.poll(self._door.timeout_ms(_HELLO_S * 1000 if impatient else None)):
+            for fd, _ in self._poll.poll(self._accepting.timeout_ms(_HELLO_S * 1000 if impatient else None)):
                 if fd == self._listener.fileno():
                     self._welcome()
                 elif fd in self._guests:
@@ -245,7 +245,7 @@ class ShmListener:
         self._listener.close()
 
     def _welcome(self) -> None:
-        sock = self._door.accept()
+        sock = self._accepting.accept()
         if sock is None:
             return
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from expertd.common.door import Door
+from expertd.common.accepting import Accepting
 from expertd.tcp.entry import ENTRY_BYTES, Endpoint, read_exactly, settle, token_of, welcome
 from expertd.tcp.tls import carried
 from expertd_server.config.values import Address
@@ -166,13 +166,13 @@ class TcpListener:
 
     def _run(self) -> None:
         poll = select.poll()
-        door = Door(self._listener, poll, "tcp: clients")
+        accepting = Accepting(self._listener, poll, "tcp: clients")
         for fd in (self._wake, self._tcp_connections.bell):
             poll.register(fd, select.POLLIN)
         while not self._closing:
-            for fd, _ in poll.poll(door.timeout_ms()):
+            for fd, _ in poll.poll(accepting.timeout_ms()):
                 if fd == self._listener.fileno():
-                    self._welcome(door)
+                    self._welcome(accepting)
                 elif fd == self._tcp_connections.bell:
                     self._bury()
         self._listener.close()
@@ -191,8 +191,8 @@ class TcpListener:
             for handle in gone:
                 self._sessions.pop(handle, None)
 
-    def _welcome(self, door: Door) -> None:
-        sock = door.accept()
+    def _welcome(self, accepting: Accepting) -> None:
+        sock = accepting.accept()
         if sock is None:
             return
         if not self._entering.acquire(blocking=False):

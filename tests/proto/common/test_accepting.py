@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from expertd.common import door
+from expertd.common import accepting
 
 
 class Clock:
@@ -20,8 +20,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(door, "time", made)
-    monkeypatch.setattr(door, "_told_s", {})
+    monkeypatch.setattr(accepting, "time", made)
+    monkeypatch.setattr(accepting, "_told_s", {})
     return made
 
 
@@ -48,7 +48,7 @@ def listening():
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
 def test_it_rests_and_the_connection_that_waited_is_let_in(clock, listening, error, caplog):
     poll = select.poll()
-    there = door.Door(listening, poll, "those who come")
+    there = accepting.Accepting(listening, poll, "those who come")
     assert there.timeout_ms() is None
     assert there.timeout_ms(50) == 50
     with socket.socket(socket.AF_UNIX) as client, caplog.at_level(logging.WARNING):
@@ -56,11 +56,11 @@ def test_it_rests_and_the_connection_that_waited_is_let_in(clock, listening, err
         assert poll.poll(0)
         listening.failing = error
         assert there.accept() is None
-        assert there.timeout_ms() == pytest.approx(door.REST_S * 1000)
+        assert there.timeout_ms() == pytest.approx(accepting.REST_S * 1000)
         assert there.timeout_ms(1) == 1
         assert not poll.poll(0), "nobody is asked again at once"
         listening.failing = 0
-        clock.now += 1.001 * door.REST_S
+        clock.now += 1.001 * accepting.REST_S
         assert there.timeout_ms() is None
         assert poll.poll(0)
         let_in = there.accept()
@@ -71,7 +71,7 @@ def test_it_rests_and_the_connection_that_waited_is_let_in(clock, listening, err
 
 def test_one_that_has_gone_is_no_reason_to_rest(clock, listening):
     poll = select.poll()
-    there = door.Door(listening, poll, "those who come")
+    there = accepting.Accepting(listening, poll, "those who come")
     listening.failing = errno.ECONNABORTED
     assert there.accept() is None
     assert there.timeout_ms() is None
@@ -80,9 +80,9 @@ def test_one_that_has_gone_is_no_reason_to_rest(clock, listening):
 def test_it_is_told_once_a_minute(clock, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(100):
-            door.tell_shortage("these", OSError(errno.EMFILE, "none"))
-        door.tell_shortage("those", OSError(errno.EMFILE, "none"))
+            accepting.tell_shortage("these", OSError(errno.EMFILE, "none"))
+        accepting.tell_shortage("those", OSError(errno.EMFILE, "none"))
         assert len(caplog.records) == 2
         clock.now += 61
-        door.tell_shortage("these", OSError(errno.EMFILE, "none"))
+        accepting.tell_shortage("these", OSError(errno.EMFILE, "none"))
         assert len(caplog.records) == 3

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 
-__all__ = ["REST_S", "Door", "is_shortage", "tell_shortage"]
+__all__ = ["REST_S", "Accepting", "is_shortage", "tell_shortage"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def tell_shortage(what: str, error: OSError) -> None:
     log.warning("%s wait to be let in: %s (ulimit -n)", what, error.strerror or error)
 
 
-class Door:
+class Accepting:
     """A listening socket, not blocking, among what `poll` waits for.  what: who comes, for the log.
 
     Used by one thread: timeout_ms() before each poll, accept() where the socket is readable.
