@@ -117,16 +117,15 @@ class ShmConnection(BlockingConnection):
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
         if not request.plain and self._pinnable and on_gpu(request) and (pinned := self._pin()) is not None:
             return self._call_from_gpu(pinned, request, deadline, traced)
-        prepared: Prepared
+        prepared: list[Prepared] = []  # one, once the request is sent
         self.use()
         try:
             sent, answer = submission_of(request), Completion()
 
             def prepare() -> None:  # the output has its place now
-                nonlocal prepared
                 if traced is not None:
                     traced.parts[-1].sent()
-                prepared = Prepared(answer, sent, request, self._memory.output(0, sent.submission))
+                prepared.append(Prepared(answer, sent, request, self._memory.output(0, sent.submission)))
 
             ticket = self._send_and_wait(request, sent, answer, deadline, prepare)
         except BaseException:
@@ -135,7 +134,7 @@ class ShmConnection(BlockingConnection):
         if answer.refused:
             self._back(ticket)
             raise refusal(answer)
-        found = prepared.result(partial(self._back, ticket))
+        found = prepared[0].result(partial(self._back, ticket))
         if traced is not None:
             traced.parts[-1].answered(found.timing)
         return found
