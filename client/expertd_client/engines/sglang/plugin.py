@@ -95,7 +95,7 @@ class RemoteMethod(FusedMoEMethodBase):
 
 
 class RemoteCore(DispatchMoeRunnerCore):
-    """Asks servers.  Rows of padding have -1 for their experts, and are not sent."""
+    """Asks servers.  Rows of padding have -1 for their experts, and are not computed."""
 
     @property
     def runner_backend(self) -> Any:
