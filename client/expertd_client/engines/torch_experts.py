@@ -168,15 +168,16 @@ class RemoteExperts(torch.nn.Module):
         return now.module("experts", self.layer, lambda: self._experts(hidden_states, topk_ids, topk_weights))
 
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        if hidden_states.is_cuda:
-            transport = self._device_transport(hidden_states)
+        device = _gpu_of(hidden_states)
+        if device is not None:
+            transport = self._device_transport(device)
             if transport is not None:
                 out = transport.forward(
                     self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
                 )
                 if out is not None:
                     return out.to(hidden_states.dtype).view(hidden_states.shape)
-            self._refuse_capture(hidden_states, transport)
+            self._refuse_capture(transport)
         self.forwarder.expect()  # checks and copies take as long as its waking: decision 178
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
@@ -195,8 +196,9 @@ class RemoteExperts(torch.nn.Module):
 
     def _begin(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         ticket = next(self._tickets)
-        if hidden_states.is_cuda:
-            transport = self._device_transport(hidden_states)
+        device = _gpu_of(hidden_states)
+        if device is not None:
+            transport = self._device_transport(device)
             if transport is not None:
                 fetch = transport.start(
                     self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
@@ -204,7 +206,7 @@ class RemoteExperts(torch.nn.Module):
                 if fetch is not None:
                     self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
                     return torch.tensor(ticket)
-            self._refuse_capture(hidden_states, transport)
+            self._refuse_capture(transport)
         self.forwarder.expect()
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
@@ -224,9 +226,8 @@ class RemoteExperts(torch.nn.Module):
             return fetch(like)
         return now.module("wait", self.layer, lambda: fetch(like))
 
-    def _device_transport(self, x: Tensor) -> DeviceTransport | None:
-        device = _gpu_of(x)
-        return None if device is None or self.weights_version else self.forwarder.device_transport(device)
+    def _device_transport(self, device: int) -> DeviceTransport | None:
+        return None if self.weights_version else self.forwarder.device_transport(device)
 
     def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_shapes(x, topk_ids, topk_weights)
@@ -242,9 +243,9 @@ class RemoteExperts(torch.nn.Module):
             raise gradients_refused(self.layer, "a module in training", "call model.eval()")
         refuse_gradients(self.layer, hidden_states, topk_weights)
 
-    def _refuse_capture(self, x: Tensor, transport: DeviceTransport | None) -> None:
+    def _refuse_capture(self, transport: DeviceTransport | None) -> None:
         """What goes through this process cannot be in a CUDA graph."""
-        if _gpu_of(x) is None or not torch.cuda.is_current_stream_capturing():
+        if not torch.cuda.is_current_stream_capturing():
             return
         reason = "no session from GPU to GPU" if transport is None or not transport.reason else transport.reason
         raise UnsupportedCombinationError.about(
