@@ -88,8 +88,8 @@ LONG = (
     Rule(r"ghz ", "takes as long as it is told to"),
 )
 """In `make soak`."""
-_OWN = """hidden_states topk_ids topk_weights tokenizer model other_model layer layers client shared_experts prompt experts
-step"""
+_OWN = """hidden_states topk_ids topk_weights tokenizer model other_model layer layers client shared_experts prompt
+experts step"""
 READERS_OWN = frozenset(_OWN.split())
 """Names in Python blocks that are the reader's: such a block is read, its imports run, and it is not run."""
 
