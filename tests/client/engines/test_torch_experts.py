@@ -317,6 +317,14 @@ def test_tokens_without_a_route_are_left_out_but_in_the_first_call_like_the_last
     assert [r.tokens for r, _ in far.seen] == [5, 5, 4, 5, 5, 5, 5]
 
 
+def test_after_a_call_with_ids_of_minus_one_the_next_is_looked_at_before_it_is_sent(far):
+    experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(5)
+    for row in (ids[2, :1], ids[1]):
+        row.fill_(-1)
+        torch.testing.assert_close(experts(x, ids, weights).double(), expert_sum(x, ids, weights))
+    assert [r.tokens for r, _ in far.seen] == [5, 4]
+
+
 @pytest.mark.parametrize("call", [RemoteExperts.__call__, started])
 def test_a_route_that_nobody_computed_is_an_error_in_a_call_like_the_last_one(call):
     experts, (x, ids, weights) = RemoteExperts(Scaling(range(7)), 5).eval(), batch(4)
