@@ -128,7 +128,7 @@ def test_a_server_of_something_else(kind):
     server.start()
     try:
         # Retry: grpc.aio now and then hides the status of a stream that ended at once, and it then reads as broken.
-        with connect(kind, f"127.0.0.1:{port}", retry=Retry(attempts=9, pause_s=0.001)) as client:
+        with connect(kind, f"127.0.0.1:{port}", retry=Retry(attempts=40, pause_s=0.005)) as client:
             with pytest.raises(UnimplementedError, match=f"127.0.0.1:{port}"):
                 client.forward(*batch(), timeout_s=PATIENCE_S)
             with pytest.raises(UnimplementedError):
