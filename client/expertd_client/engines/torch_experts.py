@@ -77,7 +77,7 @@ class RemoteExperts(torch.nn.Module):
 
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
     topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
-                    gets zeros.  It is not sent, but where the last call had the same shapes and no -1
+                    gets zeros.  It is not sent, unless the last call had the same shapes and no -1
     topk_weights    [..., top_k] f64, f32, f16 or bf16
     returns         the sum over a token's routes, in the shape, dtype and device of hidden_states
 
