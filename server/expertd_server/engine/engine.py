@@ -195,6 +195,8 @@ class Engine(Worker):
         """CUDA graphs of layers before they are served, by generation: of the sizes that the layers before them have.
         Captured one at a time, since callers wait for each."""
         left = [(s, now[s.layer].generation) for s in reversed(new) if s.layer in now]
+        if not left:  # and no wait for the batch under way: who removes a layer waits for that once, not twice
+            return {s.generation: [] for s in new}
 
         def capture() -> dict[int, list[tuple[int, ...]]] | None:
             while left:
