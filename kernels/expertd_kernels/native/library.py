@@ -29,6 +29,7 @@ __all__ = [
     "KernelMissingError",
     "Layer",
     "Matrix",
+    "Rounding",
     "Spec",
     "allocate",
     "call_bytes",
@@ -45,7 +46,7 @@ __all__ = [
     "use_threads",
 ]
 
-ABI = 3
+ABI = 4
 HUGE_PAGE = 2 << 20
 
 
@@ -107,6 +108,16 @@ class Layer(C.Structure):
     ]
 
 
+class Rounding(C.Structure):
+    """expertd_rounding of abi.h."""
+
+    _fields_ = [
+        *((name, C.c_void_p) for name in ("weights", "codes", "scales", "zeros", "second", "tries")),
+        *((name, C.c_int64) for name in ("rows", "columns", "block", "rows_of_part")),
+        *((name, C.c_int32) for name in ("kind", "scale_type", "source", "count")),
+    ]
+
+
 call_bytes = struct.Struct("@4P2q4i").pack
 """expertd_call of abi.h: x, ids, weights, out, m, x_stride, top_k, x_f32, out_f32, weight_on_input -> its bytes.  Not
 a ctypes structure, which takes longer to make than everything else that Python does in a call."""
@@ -128,6 +139,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         C.c_int32,
         [C.c_void_p, C.POINTER(Spec), C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p],
     ),
+    "expertd_cpu_round": (C.c_int32, [C.c_void_p, C.POINTER(Rounding)]),
     "expertd_cpu_forward": (C.c_int32, [C.c_void_p, C.POINTER(Layer), C.c_char_p]),
     "expertd_repack_rows": (C.c_int32, [C.c_int32, C.c_int64, C.c_int64, C.c_int64, C.c_uint32, C.c_void_p]),
     "expertd_repack_gather": (

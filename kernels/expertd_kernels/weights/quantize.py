@@ -22,11 +22,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from expertd_kernels.native.rounding import Kind, round_rows, rounds
 from expertd_kernels.weights.canonical import CODE_DTYPE, SCALE_DTYPE, QuantTensor, Weights, pack_nibbles, powers_of_two
 from expertd_kernels.weights.scheme import WHOLE, ActivationQuant, Element, ScaleType, Scheme
 
@@ -102,7 +103,7 @@ def quantize_matrix(q: QuantTensor, scheme: Scheme, name: str = "matrix") -> Qua
     g = _second_level(scheme, largest)
     if second is not None:
         second.view(-1).copy_(g)
-    if not _fused(weights, scheme, out):
+    if not _fused(weights, scheme, out) and not _native(weights, scheme, g, out):
         for p in range(0, parts, step):
             out.fill(slice(p, p + step), weights[p : p + step], scheme, g[p : p + step])
     return QuantTensor(scheme, q.shape, codes, scales, zeros, second, bias=q.bias, segments=q.segments)
@@ -130,6 +131,29 @@ def _fused(w: Tensor, scheme: Scheme, out: _Rounded) -> bool:
             code.round_int4(w, out.codes, out.scales, scheme.cols, _INT4_DIVISORS)
         else:
             code.round_mxfp4(w, out.codes, out.scales)
+    return True
+
+
+def _native(w: Tensor, scheme: Scheme, g: Tensor, out: _Rounded) -> bool:
+    """The whole in one pass of the CPU kernel, where that knows the scheme.  Whether it does."""
+    kind, cols = _kind(scheme), w.shape[2] if scheme.cols == WHOLE else scheme.cols
+    if w.device.type != "cpu" or scheme.rows != 1 or not rounds(w.shape[2], cols):
+        return False
+    tries: Sequence[float]
+    if kind == "zeros" and scheme.element is Element.INT4:
+        kind, tries = "int4_zeros", _SHRINKS_WIDE if cols >= 512 else _SHRINKS
+    elif kind == "int4":
+        tries = _INT4_DIVISORS_WIDE if cols >= 512 else _INT4_DIVISORS
+    elif kind in ("mxfp4", "nvfp4", "e4m3"):
+        tries = {"mxfp4": (), "nvfp4": _NVFP4_DIVISORS, "e4m3": _E4M3_FACTORS}[kind]
+    else:
+        return False
+    step = len(w) if w.dtype is not torch.float16 else max(1, _at_once(w) // (w.shape[1] * w.shape[2]))
+    for p in range(0, len(w), step):
+        some = slice(p, p + step)
+        part = (w[some].float() if w.dtype is torch.float16 else w[some]).contiguous()
+        zeros = None if out.zeros is None else out.zeros[some]
+        round_rows(cast("Kind", kind), part, cols, tries, g[some], out.codes[some], out.scales[some], zeros)
     return True
 
 

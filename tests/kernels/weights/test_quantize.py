@@ -250,6 +250,10 @@ def test_candidates_keep_the_sign_of_scales() -> None:
     assert [float(s) for s in itertools.chain(*q.scales[0].sign().tolist())] == [-1.0, 1.0]
 
 
+def without_the_cpu_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize_module, "rounds", lambda columns, block: False)
+
+
 SERVED = ("int4_g128", "mxfp4", "int8_channel", "e4m3_block128")
 
 
@@ -259,9 +263,13 @@ def blocks_of(w: Tensor, rows: int, columns: int) -> NDArray[np.float32]:
     return split.reshape(-1, rows * columns).numpy()
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("name", SERVED)
-def test_bits_are_those_of_the_rules(name: str) -> None:
-    """Every step is IEEE's: so any device that follows them gives the same bits."""
+def test_bits_are_those_of_the_rules(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is IEEE's: so any device that follows them gives the same bits.  native: by the CPU kernel, where it
+    takes the scheme."""
+    if not native:
+        without_the_cpu_kernel(monkeypatch)
     w = adversarial(2, 256, 512)
     q = quantize_matrix(matrix(w, segments=2), Scheme.parse(name))
     assert q.scales is not None
@@ -287,6 +295,7 @@ def test_bits_do_not_depend_on_how_many_weights_are_rounded_at_a_time(
     name: str, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An accelerator takes many experts at a time."""
+    without_the_cpu_kernel(monkeypatch)
     source = matrix(adversarial(*shape), segments=2 if shape[1] % 32 == 0 else 1)
     found = []
     for elements in (1 << 11, 1 << 14, 1 << 24):

@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-#define EXPERTD_CPU_ABI 3
+#define EXPERTD_CPU_ABI 4
 #define EXPERTD_API __attribute__((visibility("default")))
 
 enum { EXPERTD_OK = 0, EXPERTD_BAD_ARGUMENT = 1, EXPERTD_NO_MEMORY = 2, EXPERTD_NO_LEVEL = 3, EXPERTD_READ_FAILED = 4 };
@@ -23,6 +23,9 @@ enum { EXPERTD_COMPUTE_BF16, EXPERTD_COMPUTE_F32, EXPERTD_COMPUTE_INT8, EXPERTD_
 // How codes of e4m3 and f16 below their least normal number meet f32: as subnormal numbers, or made normal first, for processors that are
 // slow with those. AUTO: as this processor needs.
 enum { EXPERTD_SUBNORMALS_AUTO, EXPERTD_SUBNORMALS_AVOID, EXPERTD_SUBNORMALS_KEEP };
+
+// What weights are rounded to. E4M3: with a scale for columns of one row.
+enum { EXPERTD_ROUND_INT4, EXPERTD_ROUND_INT4_ZEROS, EXPERTD_ROUND_MXFP4, EXPERTD_ROUND_NVFP4, EXPERTD_ROUND_E4M3 };
 
 enum { EXPERTD_PEAK_BF16, EXPERTD_PEAK_F32, EXPERTD_PEAK_INT8, EXPERTD_PEAK_INT16 };
 
@@ -71,6 +74,20 @@ typedef struct {
   int32_t weight_on_input;
 } expertd_call;
 
+typedef struct {
+  const uint8_t* weights;  // [rows, columns] bf16 or f32, finite
+  uint8_t* codes;          // [rows, columns / 2], E4M3: [rows, columns]
+  uint8_t* scales;         // [rows, columns / block]
+  uint8_t* zeros;          // the same; NULL for all but INT4_ZEROS
+  const float* second;     // [ceil(rows / rows_of_part)] second-level scales, 1 where there are none
+  const float* tries;      // [count] what is tried for each scale (weights/quantize.py): divisors, E4M3 factors, INT4_ZEROS shrinks
+  int64_t rows, columns;
+  int64_t block;           // columns that share a scale: a multiple of 8 that divides `columns`
+  int64_t rows_of_part;
+  int32_t kind, scale_type, source;  // EXPERTD_ROUND_*, EXPERTD_SCALE_*, EXPERTD_BF16 or EXPERTD_F32
+  int32_t count;
+} expertd_rounding;
+
 typedef struct expertd_context expertd_context;
 
 EXPERTD_API int32_t expertd_cpu_abi(void);
@@ -88,6 +105,8 @@ EXPERTD_API int64_t expertd_cpu_stream_bytes(const expertd_spec*, int32_t* kp, i
 EXPERTD_API int32_t expertd_cpu_pack(expertd_context*, const expertd_spec*, const expertd_canonical*, uint8_t* stream);
 EXPERTD_API int32_t expertd_cpu_unpack(expertd_context*, const expertd_spec*, const uint8_t* stream, uint8_t* codes, uint8_t* scales,
                                        uint8_t* zeros);
+// Unquantized weights -> canonical codes and scales, with the bits of weights/quantize.py.
+EXPERTD_API int32_t expertd_cpu_round(expertd_context*, const expertd_rounding*);
 EXPERTD_API int32_t expertd_cpu_forward(expertd_context*, const expertd_layer*, const expertd_call*);
 
 // Checkpoint layouts -> canonical codes: reads a matrix of 32-bit words of 4- or 8-bit fields, low bits first, from `offset` of a

@@ -41,6 +41,8 @@ EXPORTS = "{ global: expertd_*; local: *; };\n"
 """Only our own functions are seen from outside: not those of the C++ library that is linked in."""
 GLIBC = "2.28"
 """The oldest glibc that a library made by ziglang runs on."""
+_EXACT = ["-ffp-contract=off"]
+"""A product and a sum are rounded each."""
 COMMON = ["level_portable", "layout", "pool", "pack", "layer", "context", "processor", "repack", "guard"]
 _AVX512 = [
     "-mavx512f",
@@ -56,6 +58,7 @@ X86 = {
     "level_avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
     "level_avx512": _AVX512,
     "level_avx2": ["-mavx2", "-mfma"],
+    "level_avx2_quantize": ["-mavx2", *_EXACT],
 }
 """Longest to compile first: so the cores are busy to the end."""
 
@@ -112,7 +115,7 @@ def _run(command: list[str]) -> None:
 def _units(machine: str) -> dict[str, tuple[Path, Sequence[str]]]:
     """The sources of the library, for an architecture."""
     x86 = X86 if machine in ("x86_64", "AMD64") else {}
-    flags: Mapping[str, Sequence[str]] = {**x86, **{name: [] for name in COMMON}}
+    flags: Mapping[str, Sequence[str]] = {**x86, **{name: [] for name in COMMON}, "quantize": _EXACT}
     return {name: (HERE / f"{name}.cpp", extra) for name, extra in flags.items()}
 
 

@@ -1,0 +1,7 @@
+#include "quantize.h"
+
+namespace expertd {
+
+const RoundRows kRoundRowsAvx2 = round_rows;
+
+}  // namespace expertd
