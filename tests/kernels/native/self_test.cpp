@@ -265,14 +265,60 @@ void check_pool(int threads) {
   for (int n = 0; n < 120; n++) {
     std::vector<int> done(n, 0);
     int shared = 0;
+    std::atomic<int> begun{0};
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
     pool.run_even(n, [&](int unit, int) {
       done[unit]++;
-      if (mistake == "race") shared++;
+      if (mistake != "race") return;
+      begun.fetch_add(1, std::memory_order_relaxed);  // two units under way are two threads: one alone races with nobody
+      while (threads > 1 && n > 1 && begun.load(std::memory_order_relaxed) < 2 && std::chrono::steady_clock::now() < end)
+        std::this_thread::yield();
+      shared++;
     });
     int wrong = 0;
     for (const int d : done) wrong += d != 1;
     check("pool of " + std::to_string(threads) + ", " + std::to_string(n) + " units", wrong, 0);
   }
+}
+
+// Weights rounded come near to themselves. Their bits are compared by tests/kernels/native/test_rounding.py.
+void check_rounding(const std::string& level, int threads) {
+  constexpr int kRows = 37, kColumns = 96, kBlock = 32, kBlocks = kRows * kColumns / kBlock;
+  struct {
+    int kind, scale_type, element;
+    std::vector<float> tries;
+    double most;
+  } cases[] = {{EXPERTD_ROUND_INT4, EXPERTD_SCALE_BF16, EXPERTD_INT4, {8, 9}, 0.1},
+               {EXPERTD_ROUND_INT4_ZEROS, EXPERTD_SCALE_F16, EXPERTD_INT4, {1, 0.9f}, 0.1},
+               {EXPERTD_ROUND_MXFP4, EXPERTD_SCALE_E8M0, EXPERTD_E2M1, {0}, 0.2},
+               {EXPERTD_ROUND_NVFP4, EXPERTD_SCALE_E4M3, EXPERTD_E2M1, {6, 5}, 0.15},
+               {EXPERTD_ROUND_E4M3, EXPERTD_SCALE_F32, EXPERTD_E4M3, {1}, 0.05}};
+  expertd_context* context = create(level, threads);
+  for (const auto& c : cases) {
+    for (const bool f32 : {false, true}) {
+      const size_t row_bytes = expertd::is_nibble(c.element) ? kColumns / 2 : kColumns, scale_bytes = c.scale_type == EXPERTD_SCALE_F32 ? 4 : c.scale_type >= EXPERTD_SCALE_E8M0 ? 1 : 2;
+      Bytes weights = bytes(size_t(kRows) * kColumns * (f32 ? 4 : 2)), codes = bytes(kRows * row_bytes), scales = bytes(kBlocks * scale_bytes);
+      Bytes zeros = c.kind == EXPERTD_ROUND_INT4_ZEROS ? bytes(kBlocks) : nullptr;
+      std::vector<float> w(size_t(kRows) * kColumns), second((kRows + 9) / 10, 0.5f);
+      for (size_t i = 0; i < w.size(); i++) {
+        w[i] = i < kBlock ? 0.0f : from_bits(uint32_t(to_bf16(uniform())) << 16);  // a block of zeros
+        const uint16_t half = to_bf16(w[i]);
+        std::memcpy(weights.get() + i * (f32 ? 4 : 2), f32 ? static_cast<const void*>(&w[i]) : &half, f32 ? 4 : 2);
+      }
+      const expertd_rounding r{weights.get(), codes.get(),  scales.get(), zeros.get(),      second.data(),           c.tries.data(),
+                               kRows,         kColumns,     kBlock,       10,               c.kind,                  c.scale_type,
+                               f32 ? EXPERTD_F32 : EXPERTD_BF16,          int32_t(c.tries.size())};
+      check("rounding", expertd_cpu_round(context, &r), EXPERTD_OK);
+      double error = 0, norm = 0;
+      for (size_t i = 0; i < w.size(); i++) {
+        const float number = code_value(c.element, codes.get() + i / kColumns * row_bytes, int(i % kColumns));
+        const float zero = zeros ? zeros[i / kBlock] : c.element == EXPERTD_INT4 ? 8 : 0, s = scale_value(c.scale_type, scales.get(), i / kBlock);
+        error += std::pow((number - zero) * s * (c.kind == EXPERTD_ROUND_NVFP4 ? 0.5f : 1.0f) - w[i], 2), norm += std::pow(w[i], 2);
+      }
+      check("rounding to kind " + std::to_string(c.kind) + " on " + level, std::sqrt(error / norm), c.most);
+    }
+  }
+  expertd_cpu_destroy(context);
 }
 
 // A worker whose core was taken is noticed, and takes no part where fewer do.
@@ -433,6 +479,7 @@ int main(int argc, char** argv) {
     const size_t comma = levels.find(',');
     const std::string level = levels.substr(0, comma);
     levels = comma == std::string::npos ? "" : levels.substr(comma + 1);
+    check_rounding(level, 3);
     for (const expertd_spec& s : schemes) {
       run({s, 3, 264, 136, 2, 5, EXPERTD_SILU, false, false, false}, level, 1);
       if (mistake == "wrong") break;  // seen in one layer or not at all
