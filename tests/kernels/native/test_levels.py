@@ -66,6 +66,7 @@ def test_a_wrong_weight_is_noticed_at_every_level(program):
         assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
 
 
+@pytest.mark.soak
 def test_avx512_levels_on_another_emulation(tmp_path):
     """Two independent readings of the manual: our emulation, and SIMDe's."""
     if not (SIMDE / "simde/x86/avx512.h").exists():
