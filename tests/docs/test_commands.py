@@ -221,9 +221,7 @@ def wrong_words(command: Command) -> list[str]:
 
 
 CHECKED = [
-    c
-    for c in COMMANDS
-    if c.kind != "python" and c.program in OURS and (is_mention(c) or why_not(c) or is_soak(c))
+    c for c in COMMANDS if c.kind != "python" and c.program in OURS and (is_mention(c) or why_not(c) or is_soak(c))
 ]
 
 

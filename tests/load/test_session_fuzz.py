@@ -31,6 +31,7 @@ def test_whatever_a_party_does_the_other_one_keeps_its_own(program, party):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("party", ["HostileClients", "HostileShmServer", "HostileTcpServer"])
 def test_ten_times_as_many_steps(program, party):
     figures = program.fuzz(getattr(program, party), 25_000, 7)

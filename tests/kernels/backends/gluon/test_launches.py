@@ -51,6 +51,8 @@ def reused_barriers(ttgir: str) -> list[str]:
     names = re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<\S*xi64,", ttgir)
     kept = re.findall(r"ttg\.(?:warp_specialize|local_dealloc)[( ](.*)", ttgir)
     return [name for name in names if not any(re.search(rf"{re.escape(name)}\b", line) for line in kept)]
+
+
 MANY = 1024
 """Tokens from which on a call is compiled in `make soak`: its kernels take longest, and test_compile.py of each row has
 one of each."""
