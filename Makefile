@@ -62,7 +62,7 @@ demo: $(STAMP)  ## serve a small GPTQ checkpoint, call it, check every answer: m
 # A worker that crashes ends the run: pytest-xdist may wait for ever for the tests of one that is replaced.
 WORKERS := -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
-test: $(STAMP) $(DEPLOY) node_modules/.bin/buf $(SIMDE) ## the whole test suite
+test: $(STAMP) $(DEPLOY) node_modules/.bin/buf ## the whole test suite
 	$(BIN)/python tests/kernels/cpu_levels.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cache-clear $(WORKERS) $(TEST_ARGS)
 

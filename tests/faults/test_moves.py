@@ -43,6 +43,7 @@ def test_a_plan_of_unequal_servers_is_carried_out_under_load(clients_ask_often):
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_a_plan_of_unequal_servers_beats_the_even_split():
     (_, planned), _, _, _ = unequal.run(seconds=3.0, callers=16)
     assert planned.forecast > 1.2
