@@ -1,5 +1,6 @@
 """The CPU kernel under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: the self-test program on
-ragged sizes, 1 to 8 threads, in `make soak`.  Each sanitizer has to notice a mistake that the program makes on purpose."""
+ragged sizes, 1 to 8 threads, in `make soak`.  Each sanitizer has to notice a mistake that the program makes on
+purpose."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 its own.  pip puts each version into build/triton once, beside what is installed.
 
 EXPERTD_TEST_TRITON, for instance "3.6.0,3.8.0" or "all" (`make triton`), says which, and writes to triton_versions.json
-which state of the kernels compiled under them.  Without it, in `make soak`, the newest version compiles them, where they
-changed since it was last recorded, and unless it is installed and the other tests compile with it."""
+which state of the kernels compiled under them.  Without it, in `make soak`, the newest version compiles them, where
+they changed since it was last recorded, and unless it is installed and the other tests compile with it."""
 
 import hashlib
 import json
