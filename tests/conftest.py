@@ -81,7 +81,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         seconds = session.config.pluginmanager.get_plugin("seconds")
         whole = session.config.args_source is pytest.Config.ArgsSource.TESTPATHS  # not a part of a file
-        if whole and seconds is not None:
+        if whole and session.config.getoption("markexpr") == "not soak" and seconds is not None:
             write(RECORDED, {**read(RECORDED), **seconds.files()})
 
 

@@ -1,9 +1,11 @@
 """kit/skips.py and kit/seconds.py: what may be skipped, and which files come first."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
-from seconds import Seconds, read, write
+from seconds import Seconds, main, read, write
 from skips import Allowed, Skip, by_reason, no_gpu, others, reason_of
 
 
@@ -59,3 +61,31 @@ def test_seconds_are_added_up_by_file_and_kept(tmp_path):
     assert read(tmp_path / "new/seconds.json") == plugin.files()
     (tmp_path / "damaged").write_text("{")
     assert read(tmp_path / "damaged") == read(tmp_path / "none") == {}
+
+
+BUSY = """
+import subprocess, sys, time
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, "child"], check=True)
+while time.process_time() < 0.5:
+    pass
+"""
+
+
+def test_cpu_seconds_of_a_file_are_measured_and_committed_if_it_is_heavy(tmp_path, monkeypatch):
+    """pytest is played by a process that computes for half a second, as does its child."""
+    busy, committed, run = tmp_path / "busy.py", tmp_path / "seconds.json", subprocess.run
+    busy.write_text(BUSY)
+
+    def played(words, **_):
+        if words[-1] == "busy.py":
+            return run([sys.executable, busy], check=True)
+        return SimpleNamespace(returncode=1 if words[-1] == "failing.py" else 0)
+
+    monkeypatch.setattr("seconds.subprocess.run", played)
+    monkeypatch.setattr("seconds.HEAVY_S", 0.9)
+    write(committed, {"other.py": 12.0, "idle.py": 30.0})
+    assert main(["busy.py", "idle.py"], committed) == 0
+    assert set(read(committed)) == {"other.py", "busy.py"}, "who is no longer heavy is taken off"
+    with pytest.raises(RuntimeError, match=r"failing.py: pytest ended with 1"):
+        main(["failing.py"], committed)

@@ -1,4 +1,5 @@
 """Every command of the documents runs as it is printed, or stands below with the reason why it does not run here.
+Those of the README, which everybody types first, run in `make test`, those of the other pages in `make soak`.
 
 A new command that is neither is a failure.  Code spans in prose that name a command of this project are held against
 its parser; the commands with their defaults run in tests/expertctl/test_defaults.py.
@@ -87,7 +88,8 @@ LONG = (
     Rule(r"expertctl plan .*--window", "counts for a minute"),
     Rule(r"ghz ", "takes as long as it is told to"),
 )
-"""In `make soak`."""
+"""In `make soak`, as are all that are not of FIRST.  What does not run in `make test` is held against its parser."""
+FIRST = ("README.md",)
 _OWN = """hidden_states topk_ids topk_weights tokenizer model other_model layer layers client shared_experts prompt
 experts step"""
 READERS_OWN = frozenset(_OWN.split())
@@ -111,6 +113,11 @@ def why_not(command: Command) -> str:
     return next((r.why for r in NOT_HERE if re.match(r.pattern, command.text) or re.match(r.pattern, bare)), "")
 
 
+def is_soak(command: Command) -> bool:
+    """Whether it runs in `make soak` alone."""
+    return command.page not in FIRST or is_long(command)
+
+
 def is_long(command: Command) -> bool:
     return any(re.match(rule.pattern, command.text) for rule in LONG)
 
@@ -132,7 +139,7 @@ def runs() -> list[object]:
     for c in COMMANDS:
         if not is_mention(c) and not why_not(c) and c.program in KNOWN and c.text not in seen:
             seen.add(c.text)
-            marks = [pytest.mark.soak] if is_long(c) else []
+            marks = [pytest.mark.soak] if is_soak(c) else []
             out.append(pytest.param(c.page, c, id=str(c), marks=marks))
     return out
 
@@ -213,7 +220,9 @@ def wrong_words(command: Command) -> list[str]:
     return [w for w in words if w.startswith("--") and w != "--" and w.partition("=")[0] not in there]
 
 
-CHECKED = [c for c in COMMANDS if c.kind != "python" and c.program in OURS and (is_mention(c) or why_not(c))]
+CHECKED = [
+    c for c in COMMANDS if c.kind != "python" and c.program in OURS and (is_mention(c) or why_not(c) or is_soak(c))
+]
 
 
 @pytest.mark.parametrize("command", CHECKED, ids=str)
@@ -226,7 +235,7 @@ def is_public(name: str) -> bool:
     return importlib.util.find_spec(name) is not None or hasattr(expertd_client, name)
 
 
-PARTS = [c for c in COMMANDS if c.kind == "python" and why_not(c)]
+PARTS = [c for c in COMMANDS if c.kind == "python" and (why_not(c) or is_soak(c))]
 
 
 @pytest.mark.parametrize("block", PARTS, ids=str)

@@ -28,7 +28,7 @@ def test_no_call_fails():
     assert_fine(rows)
 
 
-@pytest.mark.slow  # three servers in namespaces, three outside
+@pytest.mark.soak  # the same with three servers in namespaces, three outside
 @pytest.mark.timeout(600)
 def test_no_call_fails_where_packets_are_dropped():
     try:

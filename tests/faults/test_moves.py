@@ -27,7 +27,7 @@ def test_no_call_notices_a_move(clients_ask_often):
     assert moving.follow_s < 90, "the new replica has answered"
 
 
-@pytest.mark.slow  # five servers start
+@pytest.mark.soak  # five servers start
 @pytest.mark.timeout(600)
 def test_a_plan_of_unequal_servers_is_carried_out_under_load(clients_ask_often):
     (even, planned), alone, bars, failures = unequal.run(seconds=1.0, callers=16)
@@ -43,6 +43,7 @@ def test_a_plan_of_unequal_servers_is_carried_out_under_load(clients_ask_often):
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_a_plan_of_unequal_servers_beats_the_even_split():
     (_, planned), _, _, _ = unequal.run(seconds=3.0, callers=16)
     assert planned.forecast > 1.2

@@ -19,6 +19,7 @@ from expertd_kernels.weights.scheme import ScaleType
 pytestmark = pytest.mark.gpu
 LIMIT = 5e-3
 """Relative error for bf16 operands and a bf16 intermediate on exact weights; tighter than the row's tolerance."""
+ROW = next(b for b in BACKENDS if b.name == "gluon_sm90")
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def layer(case: Case, seed: int = 0):
     if case.scale is not None:
         scheme = scheme.with_scale(case.scale)
     device = detect_device("auto")
+    if all(refused := [r.refusal(device) for r in ROW.devices]):
+        pytest.skip("; ".join(map(str, refused)))  # drawing the weights takes half a minute of all these cases
     weights = random_weights(
         scheme,
         case.experts,

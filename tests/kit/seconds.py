@@ -3,14 +3,18 @@ one at the end.
 
 The weights are those of the last whole run here (build/tests/seconds.json), before those that are committed
 (tests/seconds.json: heavy files).  A file that neither knows is taken for as heavy as its tests' number and marks say.
+
+    python tests/kit/seconds.py FILE ...     runs each by itself, and writes its CPU seconds to tests/seconds.json
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +22,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 COMMITTED = ROOT / "tests/seconds.json"
 RECORDED = ROOT / "build/tests/seconds.json"
+HEAVY_S = 8.0
+"""The least of a file that is committed."""
 TEST_S, SLOW_S = 0.2, 20.0
 """Of a test that nobody has measured, and of one that is marked slow."""
 
@@ -65,3 +71,27 @@ class Seconds:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._of_test[report.nodeid] = self._of_test.get(report.nodeid, 0.0) + report.duration
+
+
+def cpu_seconds(name: str) -> float:
+    """Of the tests of a file that `make test` runs, with all processes that they start and wait for.  RuntimeError:
+    a test failed."""
+    before = os.times()
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name], cwd=ROOT, check=False)
+    after = os.times()
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise RuntimeError(f"{name}: pytest ended with {done.returncode}")
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def main(names: Sequence[str], committed: Path = COMMITTED) -> int:
+    for name in names:
+        known = read(committed)
+        known[name] = seconds = cpu_seconds(name)
+        write(committed, {file: each for file, each in known.items() if each >= HEAVY_S})
+        print(f"{seconds:8.1f} s  {name}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

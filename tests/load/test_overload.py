@@ -42,6 +42,7 @@ def test_what_is_refused_at_twice_the_peak_is_refused_as_overload(way):
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 @pytest.mark.parametrize("way", WAYS)
 def test_twice_the_peak(way):
     """Judged on a run in which the generator, which has little to do, was itself in time: the machine let it run."""

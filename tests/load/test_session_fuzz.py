@@ -1,4 +1,5 @@
-"""The fuzz of the session protocol: ten seconds of it, and, under `make soak`, a million steps."""
+"""The fuzz of the session protocol: ten seconds of it, and, under `make soak`, a minute or two.
+`python tests/load/session_fuzz.py` takes a million steps."""
 
 import importlib.util
 import logging
@@ -30,9 +31,8 @@ def test_whatever_a_party_does_the_other_one_keeps_its_own(program, party):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("party", ["HostileClients", "HostileShmServer", "HostileTcpServer"])
-def test_a_million_steps(program, party, capsys):
-    figures = program.fuzz(getattr(program, party), 333_334, 7)
-    with capsys.disabled():
-        print("", *figures, sep="\n")
+def test_ten_times_as_many_steps(program, party):
+    figures = program.fuzz(getattr(program, party), 25_000, 7)
+    assert figures.steps.total() >= 25_000

@@ -83,6 +83,7 @@ def assert_apart(found):
         assert len({r["node"] for r in found if r["part"] == part}) == 2, found
 
 
+@pytest.mark.soak
 def test_who_is_killed_is_started_again_and_no_call_fails(nodes, capsys, tmp_path):
     assert main(HALVES) == 0
     assert "4 servers serve" in capsys.readouterr().out

@@ -157,6 +157,7 @@ def test_the_same_on_real_time():
 
 
 @pytest.mark.soak
+@pytest.mark.alone
 def test_latency_on_real_time_is_as_simulated():
     """A short form: `expertctl simulate --check` compares percentiles."""
     trace = trace_of(OUTAGES, calls=200)

@@ -22,7 +22,7 @@ pytestmark = [
 
 AVX512 = ("avx512", "avx512_vnni", "avx512_bytes", "avx512_bytes_ahead", "avx512_bf16", "avx512_amx")
 FETCHED = Path(__file__).parents[3] / "build/simde/usr/include"
-"""Where `make test` puts Debian's headers."""
+"""Where `make soak` puts Debian's headers."""
 SIMDE = Path(os.environ.get("EXPERTD_SIMDE") or (FETCHED if FETCHED.exists() else "/usr/include"))
 """Folder that holds simde/: SIMD Everywhere, MIT licence."""
 
@@ -66,11 +66,12 @@ def test_a_wrong_weight_is_noticed_at_every_level(program):
         assert re.search(rf"^{level} element .*relative error", output, re.MULTILINE), level
 
 
+@pytest.mark.soak
 def test_avx512_levels_on_another_emulation(tmp_path):
     """Two independent readings of the manual: our emulation, and SIMDe's."""
     if not (SIMDE / "simde/x86/avx512.h").exists():
         pytest.skip(
-            f"no SIMDe headers in {SIMDE}: `make test` fetches Debian's libsimde-dev; or set EXPERTD_SIMDE to the"
+            f"no SIMDe headers in {SIMDE}: `make soak` fetches Debian's libsimde-dev; or set EXPERTD_SIMDE to the"
             " folder that holds simde/"
         )
     program = self_test.make(tmp_path, emulate=("-DEXPERTD_SIMDE", "-w", "-isystem", str(SIMDE)))

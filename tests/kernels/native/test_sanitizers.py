@@ -1,12 +1,13 @@
 """The CPU kernel under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer: the self-test program on
-ragged sizes, 1 to 8 threads.  Each sanitizer has to notice a mistake that the program makes on purpose."""
+ragged sizes, 1 to 8 threads, in `make soak`.  Each sanitizer has to notice a mistake that the program makes on
+purpose."""
 
 from __future__ import annotations
 
 import pytest
 import self_test
 
-pytestmark = pytest.mark.slow  # compiles for half a minute, on a loaded machine for two
+pytestmark = pytest.mark.soak  # test_levels.py has the same program without sanitizers
 
 SENTENCES = {
     "overflow": "heap-buffer-overflow",

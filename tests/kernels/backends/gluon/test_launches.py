@@ -53,7 +53,18 @@ def reused_barriers(ttgir: str) -> list[str]:
     return [name for name in names if not any(re.search(rf"{re.escape(name)}\b", line) for line in kept)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[1]}-{c[2]}-{c[0]}-{c[3]}")
+MANY = 1024
+"""Tokens from which on a call is compiled in `make soak`: its kernels take longest, and test_compile.py of each row has
+one of each."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=f"{c[1]}-{c[2]}-{c[0]}-{c[3]}", marks=[pytest.mark.soak] if c[3] >= MANY else [])
+        for c in CASES
+    ],
+)
 def test_a_call_compiles(case, tmp_path):
     model, scheme, rounding, tokens, kernels, least = case
     found = launches(layer(model, scheme, ActivationQuant(rounding)), model, tokens)

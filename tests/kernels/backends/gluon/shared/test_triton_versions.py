@@ -2,8 +2,8 @@
 its own.  pip puts each version into build/triton once, beside what is installed.
 
 EXPERTD_TEST_TRITON, for instance "3.6.0,3.8.0" or "all" (`make triton`), says which, and writes to triton_versions.json
-which state of the kernels compiled under them.  Without it the newest version compiles them, where they changed since
-it was last recorded, and unless it is installed and the other tests compile with it."""
+which state of the kernels compiled under them.  Without it, in `make soak`, the newest version compiles them, where
+they changed since it was last recorded, and unless it is installed and the other tests compile with it."""
 
 import hashlib
 import json
@@ -25,6 +25,8 @@ FILES = ("gluon/test_launches.py", "portable/test_compile.py", "test_glue_compil
 COMPILERS = ("dry_gpu.py", "kept_triton.py", *(f"backends/{name}" for name in FILES))
 SECONDS = 800
 RECORD = Path(__file__).with_name("triton_versions.json")
+ROOMS = ("backends", "common", "compiling", "weights")
+"""Of expertd_kernels: kernels, and what decides how they are compiled."""
 ASKED = os.environ.get("EXPERTD_TEST_TRITON", "")
 
 
@@ -35,11 +37,8 @@ def wanted() -> list[str]:
 
 
 def kernels_digest() -> str:
-    """Of the sources that name Triton, and of the tests that compile them."""
-    kernels = ROOT / "kernels/expertd_kernels"
-    sources = [
-        p for room in ("backends", "weights") for p in kernels.glob(f"{room}/**/*.py") if b"triton" in p.read_bytes()
-    ]
+    """Of the sources in ROOMS, and of the tests that compile them."""
+    sources = [p for room in ROOMS for p in (ROOT / "kernels/expertd_kernels" / room).rglob("*.py")]
     found = hashlib.sha256()
     for path in sorted([*sources, *(ROOT / "tests/kernels" / name for name in COMPILERS)]):
         found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -66,7 +65,7 @@ def folder_of(version: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("version", wanted())
 def test_every_kernel_compiles_under(version, tmp_path):
     if not ASKED and recorded().get(version) == kernels_digest():
@@ -93,16 +92,19 @@ def test_every_kernel_compiles_under(version, tmp_path):
 def test_a_changed_kernel_is_not_taken_for_the_recorded_one(tmp_path, monkeypatch):
     here = kernels_digest()
     kernels = tmp_path / "kernels/expertd_kernels"
-    shutil.copytree(ROOT / "kernels/expertd_kernels/backends", kernels / "backends")
-    shutil.copytree(ROOT / "kernels/expertd_kernels/weights", kernels / "weights")
+    for room in ROOMS:
+        shutil.copytree(ROOT / "kernels/expertd_kernels" / room, kernels / room)
     for name in COMPILERS:
         (copy := tmp_path / "tests/kernels" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / "tests/kernels" / name, copy)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     assert kernels_digest() == here
-    with (kernels / "backends/gluon/shared/routing.py").open("a") as f:
-        f.write("# changed\n")
-    assert kernels_digest() != here
+    for name in ("backends/gluon/shared/routing.py", "backends/gluon/shared/gpu.py"):
+        path = kernels / name
+        sound = path.read_bytes()
+        path.write_bytes(sound + b"# changed\n")
+        assert kernels_digest() != here, name
+        path.write_bytes(sound)
 
 
 @pytest.mark.parametrize("row", [b for b in BACKENDS if b.name.startswith("gluon_")], ids=lambda b: b.name)

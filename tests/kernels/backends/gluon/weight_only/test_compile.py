@@ -103,7 +103,23 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'w13' if c[1] else 'w2'}-{c[3]}-{c[2].split(':')[0]}")
+def _first_of_each_kernel(cases):
+    """The first case of each kernel and mode is compiled in `make test`, all others in `make soak`."""
+    seen = set()
+    for scheme, first, plan, mode, *_ in cases:
+        kernel = plan.partition(":")[0]
+        name = f"{scheme}-{'w13' if first else 'w2'}-{mode}-{kernel}"
+        yield name, [] if (kernel, mode) not in seen else [pytest.mark.soak]
+        seen.add((kernel, mode))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=marks)
+        for case, (name, marks) in zip(CASES, _first_of_each_kernel(CASES), strict=True)
+    ],
+)
 def test_it_compiles_within_its_registers_and_stays_asynchronous(case):
     scheme, first, plan, mode, words, most_registers, most_spilled = case
     kernel = compiled(gemm(scheme, first), TilePlan.parse(plan), mode, words, plan.startswith("wide"))
@@ -127,6 +143,7 @@ QUARTERS = "ws: rows 64, tiles 4, stages 3, narrower 1, registers 128, ctas 2"
     ],
 )
 @pytest.mark.parametrize("tabled", [False, True])
+@pytest.mark.soak  # test_launches.py compiles it as a layer launches it
 def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, tabled, tmp_path):
     """The consumers spill nothing in their loops; what is spilled are addresses of the threads that copy."""
     p = TilePlan.parse(plan)
@@ -148,7 +165,7 @@ def test_both_gemms_in_one_launch_stay_asynchronous(scheme, plan, most_spilled, 
     assert not predicated_sums(kernel, tmp_path)
 
 
-@pytest.mark.parametrize("experts", [8, 60])
+@pytest.mark.parametrize("experts", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_no_sum_is_taken_under_a_predicate(experts, tmp_path):
     """With few experts a branch around a sum is short enough for ptxas to turn it into predicates."""
     for first, plan, mode, words in (
@@ -191,8 +208,8 @@ def test_every_feature_compiles():
     assert not serialized
 
 
-@pytest.mark.parametrize("plan", [WIDE, WIDER], ids=str)
-@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("plan", [WIDE, pytest.param(WIDER, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("listed", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("first", [True, False])
 def test_every_feature_of_the_kernel_for_bf16_compiles(first, listed, plan):
     """Not listed: the other GEMM is another kernel's, and w2's inputs are gathered, too."""
