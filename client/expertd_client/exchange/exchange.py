@@ -21,9 +21,8 @@ from expertd_client.requests.deadline import Alarm, Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent
-from expertd_client.transports.protocol import ConnectionFullError, Transport, Waiter
+from expertd_client.transports.protocol import CallingConnection, ConnectionFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
 
@@ -104,7 +103,7 @@ class Exchange:
         load = self._load
         return load() if callable(load) else load
 
-    def blocking(self) -> tuple[Link, BlockingConnection] | None:
+    def blocking(self) -> tuple[Link, CallingConnection] | None:
         """For C++ that sends and waits by a connection's own functions; None: there is no such connection now."""
         link = self._link
         connection = None if link is None else link.blocking
@@ -113,7 +112,7 @@ class Exchange:
     def adopt(
         self,
         link: Link,
-        connection: BlockingConnection,
+        connection: CallingConnection,
         ticket: int,
         sent: Sent,
         request: Request,
