@@ -82,6 +82,7 @@ class Exchange:
         except ConnectionFullError:
             return None
         if traced is not None:
+            traced.parts[-1].answered(answer.timing)
             traced.parts[-1].transport = self.transport_name
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer

@@ -262,12 +262,10 @@ class Request(_Fields):
         """The same with other tensors of the same kinds, shapes and dtypes, in the trace that the caller is in now.
         Nothing is checked: whoever has no gradients to refuse, and has seen that they are the same."""
         part = _Fields()
-        part.layer, part.output_dtype, part.weights_version = self.layer, self.output_dtype, self.weights_version
-        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
         part.grouped, part.dtypes, part.kind, part.plain = None, self.dtypes, self.kind, self.plain
         part.traceparent = current_traceparent()
-        return _finished(part)
+        return _part_of(self, part)
 
     def pinned(self, weights_version: int) -> Request:
         """The same, to be computed by that version of the weights; 0 = by the one that is served."""
@@ -287,13 +285,19 @@ class Request(_Fields):
     ) -> Request:
         """With other tensors, which need no check: they are parts of checked ones.  dtypes: None = as here."""
         part = _Fields()
-        part.layer, part.output_dtype, part.traceparent = self.layer, self.output_dtype, self.traceparent
-        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
-        part.weights_version = self.weights_version
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
         part.grouped, part.dtypes, part.plain = grouped, dtypes or self.dtypes, False
-        part.kind = Kind(part.dtypes)
-        return _finished(part)
+        part.kind, part.traceparent = Kind(part.dtypes), self.traceparent
+        return _part_of(self, part)
+
+
+def _part_of(whole: Request, part: Any) -> Request:
+    """`part` with what it has in common with `whole`, whatever its tensors are.  Not to be changed from here on."""
+    part.layer, part.output_dtype, part.weights_version = whole.layer, whole.output_dtype, whole.weights_version
+    part.router_weight_on_input, part.digest = whole.router_weight_on_input, whole.digest
+    part.__class__ = Request
+    request: Request = part
+    return request
 
 
 def _finished(made: Any) -> Request:
