@@ -120,7 +120,7 @@ class SeenGpu:
 def seen_everything() -> Metrics:
     """Metrics with a sample of each series."""
     metrics = Metrics()
-    rpc = Rpc(metrics, "unary", "Forward")
+    rpc = Rpc(metrics.calls, "unary", "Forward")
     rpc.started()
     rpc.received()
     rpc.sent()

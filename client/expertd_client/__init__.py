@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from expertd_client.engines.torch_experts import RemoteExperts as RemoteExperts
     from expertd_client.exchange.session import Session
     from expertd_client.requests.e4m3 import E4m3
-    from expertd_client.requests.request import Grouped, Request
+    from expertd_client.requests.grouped import Grouped
+    from expertd_client.requests.request import Request
     from expertd_client.requests.result import ForwardResult
     from expertd_client.requests.retry import Retry
     from expertd_client.requests.tensors import Synthetic
@@ -90,7 +91,7 @@ _MODULES = {
     "ForwardResult": "requests.result",
     "Forwarder": "clients.forwarder",
     "FunctionTransport": "transports.protocol",
-    "Grouped": "requests.request",
+    "Grouped": "requests.grouped",
     "GrpcTransport": "transports.grpc.sync",
     "OnMissing": "cluster.policy",
     "PlacementFile": "cluster.sources",

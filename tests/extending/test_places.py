@@ -234,7 +234,7 @@ message GreetResponse {
 RPC_HANDLER = '''\
     async def greet(self, data: bytes, context: Any) -> bytes:
         """GreetRequest -> GreetResponse."""
-        rpc = Rpc(self._service.metrics, "unary", "Greet")
+        rpc = Rpc(self._service.metrics.calls, "unary", "Greet")
         return await self.tell(rpc, data, context, DESCRIBE, self._greeted)
 
     def _greeted(self, data: bytes) -> bytes:

@@ -59,10 +59,22 @@ def run(args: argparse.Namespace) -> int:
             out.print(f"{address}: version {status.version} is {state}, {done}", soft_wrap=True)
         if status.last_error:
             out.print(f"{address}: the last update failed: {status.last_error}", soft_wrap=True)
+    for (number, folder), servers in _folders(found).items():
+        out.print(f"version {number} was read from {folder} by {', '.join(servers)}", soft_wrap=True)
     served = {status.versions[0].number for status in found.values()}
     if len(served) > 1:
         out.print(f"servers serve several versions: {', '.join(map(str, sorted(served)))}")
     return 0
+
+
+def _folders(found: Mapping[str, pb.GetUpdateResponse]) -> dict[tuple[int, str], list[str]]:
+    """(version, folder on the server's host) -> servers that read it there."""
+    out: dict[tuple[int, str], list[str]] = {}
+    for address, status in found.items():
+        for v in status.versions:
+            if v.folder:
+                out.setdefault((v.number, v.folder), []).append(address)
+    return out
 
 
 def _facts(status: pb.GetUpdateResponse) -> dict[str, Any]:
@@ -75,6 +87,7 @@ def _facts(status: pb.GetUpdateResponse) -> dict[str, Any]:
                 "ready_unix_ns": v.ready_unix_ns,
                 "serving": v.serving,
                 "source": v.source,
+                "folder": v.folder,
             }
             for v in status.versions
         ],

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.exchange.session import INLINE
 from expertd_client.requests.request import Request
-from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.protocol import (
+    CallingConnection,
     Closed,
     Connection,
     Deliver,
@@ -98,5 +98,5 @@ class _Session(_Connection):
         self._session, self.broke = inner, inner.broke
 
     @property
-    def blocking(self) -> BlockingConnection | None:
+    def blocking(self) -> CallingConnection | None:
         return self._session.blocking

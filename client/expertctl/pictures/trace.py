@@ -7,7 +7,8 @@ from pathlib import Path
 
 from expertctl.pictures.bars import Bar, stacked
 from expertd_client.tracing.chrome import attention
-from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, Module, Trace
+from expertd_client.tracing.recorder import Trace
+from expertd_client.tracing.records import FROM_GPU_TO_GPU, Module
 from expertd_client.tracing.stages import STAGES, stages_of
 
 __all__ = ["by_layer", "draw", "write"]

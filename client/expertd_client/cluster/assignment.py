@@ -1,19 +1,15 @@
-"""Which server is asked for which groups of experts, and what follows from that: the same for many batches, so it is
-remembered with the table."""
+"""Which server is asked for which groups of experts, and what follows from that: the same for many batches, so a
+LayerTable (table.py) remembers it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd_client.cluster.table import LayerTable
-
-__all__ = ["Assigned", "Assignment", "assignment"]
-
-_MOST = 512
-"""Assignments that are remembered of a table: where groups have replicas, choices differ from call to call."""
+__all__ = ["Assigned", "Assignment", "assign"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +41,21 @@ class Assignment:
     owner_of_group_at: int
 
 
-def assignment(table: LayerTable, groups: tuple[int, ...], chosen: tuple[str, ...]) -> Assignment:
-    """groups: ascending; chosen: the server of each."""
-    key = groups, chosen
-    found = table.remembered.get(key)
-    if found is None:
-        found = _made(table, groups, chosen)
-        if len(table.remembered) >= _MOST:
-            table.remembered.clear()
-        table.remembered[key] = found
-    return found
-
-
-def _made(table: LayerTable, groups: tuple[int, ...], chosen: tuple[str, ...]) -> Assignment:
+def assign(
+    replicas_of: Sequence[tuple[str, ...]], first_of: Sequence[int], groups: tuple[int, ...], chosen: tuple[str, ...]
+) -> Assignment:
+    """groups: ascending; chosen: the server of each; the rest: of every group, as a LayerTable has it."""
     groups_of: dict[str, list[int]] = {}
     for group, address in zip(groups, chosen, strict=True):
         groups_of.setdefault(address, []).append(group)
-    owner_of_group = np.full(len(table.replicas), -1, np.int32)
+    owner_of_group = np.full(len(replicas_of), -1, np.int32)
     servers = []
     for number, (address, mine) in enumerate(groups_of.items()):
         owner_of_group[mine] = number
-        replicas = table.replicas[mine[0]]
+        replicas = replicas_of[mine[0]]
         if len(mine) > 1:
-            replicas = tuple(a for a in replicas if all(a in table.replicas[g] for g in mine))
-        apart = len(replicas) < 2 and all(len(table.replicas[g]) > 1 for g in mine)
-        servers.append(Assigned(address, replicas, table.first[mine[0]], apart, apart or len(replicas) > 1))
+            replicas = tuple(a for a in replicas if all(a in replicas_of[g] for g in mine))
+        apart = len(replicas) < 2 and all(len(replicas_of[g]) > 1 for g in mine)
+        servers.append(Assigned(address, replicas, first_of[mine[0]], apart, apart or len(replicas) > 1))
     raced = any(server.raced for server in servers)
     return Assignment(tuple(servers), raced, owner_of_group, owner_of_group.__array_interface__["data"][0])

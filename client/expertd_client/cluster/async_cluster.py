@@ -18,6 +18,7 @@ from expertd.errors import DeadlineExceededError, ExpertdError, PlacementError, 
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import AsyncForwarder
+from expertd_client.cluster.answer import answer_of
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.cluster import DESCRIBE_S, LEAVE_S, LOOK_S
 from expertd_client.cluster.flight import start
@@ -107,7 +108,7 @@ class AsyncExpertCluster(AsyncForwarder):
             except asyncio.CancelledError:
                 flight.cancel()
                 raise
-            return call.result(flight, self._members.epoch)
+            return answer_of(flight, call, self._members.epoch)
         finally:
             self._slots.release()
 

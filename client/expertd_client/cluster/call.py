@@ -1,4 +1,4 @@
-"""A call's way in and out: from the caller's tensors to numpy arrays that can be split, and from partial sums to the
+"""What the caller of a cluster asks for: from his tensors to numpy arrays that can be split, and from their sum to the
 array or tensor that he gets."""
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from numpy.typing import NDArray
 from expertd.common.dtypes import dtype_name
 from expertd.errors import BadDtypeError, BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.flight import Flight
-from expertd_client.cluster.join import Sum, join, renormalized
 from expertd_client.cluster.policy import OnMissing
-from expertd_client.cluster.result import ClusterResult
-from expertd_client.cluster.sub_request import in_order, report
 from expertd_client.requests.request import Request
 from expertd_client.requests.tensors import Synthetic, checked_dtype, device_of, from_host, numpy_dtype, on_host
 from expertd_client.tracing import recorder
@@ -72,53 +68,6 @@ class Call:
             sums = pb.DATA_TYPE_F32 if self._f32_sums else None
             request = request.with_tensors(on_host(tensors[0]), on_host(tensors[1]), on_host(tensors[2]), sums)
         self.host = request
-
-    def result(self, flight: Flight, epoch: int) -> ClusterResult:
-        """The answer; raises the flight's error."""
-        if flight.error is not None:
-            raise flight.error
-        if self.traced is not None:
-            self.traced.answers_are_there()
-        sub_requests = in_order(flight.sub_requests)
-        missing, scale = np.empty((0, 2), np.int64), None
-        if flight.unserved.parts:
-            gone, ids = flight.unserved.missing(), self.host.topk_ids
-            missing = np.stack([np.nonzero(gone)[0], ids[gone].astype(np.int64)], axis=1)
-            if self.on_missing is OnMissing.RENORMALIZE:
-                scale = renormalized(ids, self.host.topk_weights, gone)
-        sums = [
-            Sum(sub.part.rows, sub.result.output)
-            for sub in sub_requests
-            if sub.result is not None and sub.result.output is not None
-        ]
-        lent = False
-        if len(sums) == 1 and sums[0].rows is None and scale is None and self.lends(sums[0].values.dtype):
-            output, lent = self.lent(sums[0].values)
-        else:
-            target = self.target()
-            join(sums, target, scale)
-            output = self.delivered(target)
-        last = max(sub_requests, key=lambda sub: sub.seconds).result if sub_requests else None
-        result = ClusterResult(
-            output,
-            None,
-            sum(sub.part.routes for sub in sub_requests),
-            pb.Timing() if last is None else last.timing,
-            pb.Load() if last is None else last.load,
-            epoch,
-            sub_requests[0].result.release if lent and sub_requests[0].result is not None else None,
-            0 if last is None else last.weights_version,
-            parts=report(sub_requests, self.layer),
-            missing=missing,
-        )
-        if not lent:
-            for sub in sub_requests:
-                if sub.result is not None:
-                    sub.result.release()
-        flight.forget()
-        if self.traced is not None:
-            self.traced.end()
-        return result
 
     def lends(self, sums: np.dtype[Any]) -> bool:
         """Whether the caller may get the memory of the only partial sum, of that dtype."""

@@ -20,6 +20,7 @@ from expertd.errors import DeadlineExceededError, ExpertdError, PlacementError, 
 from expertd.placement import Placement
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import Forwarder
+from expertd_client.cluster.answer import answer_of
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.fast_call import FastCall, fast_call
 from expertd_client.cluster.flight import Flight, start
@@ -149,7 +150,7 @@ class ExpertCluster(Forwarder):
         except BaseException:
             flight.cancel()  # abandoned, by an interrupt
             raise
-        return call.result(flight, self._members.epoch)
+        return answer_of(flight, call, self._members.epoch)
 
     def submit_request(
         self, request: Request, *, timeout_s: float | None = None, out: Any = None, on_missing: OnMissing | None = None
@@ -161,7 +162,7 @@ class ExpertCluster(Forwarder):
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(call.result(flight, self._members.epoch))
+                future.set_result(answer_of(flight, call, self._members.epoch))
             except Exception as error:
                 future.set_exception(error)
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from expertd.common.dtypes import DTYPE_BYTES
 from expertd.shm.layout import Completion, Tensors
 from expertd_client.cluster import native
-from expertd_client.cluster.assignment import Assignment, assignment
+from expertd_client.cluster.assignment import Assignment
 from expertd_client.cluster.call import Call
 from expertd_client.cluster.call_memory import CallMemory, Told
 from expertd_client.cluster.flight import Flight
@@ -106,14 +106,14 @@ def _has_sessions(state: ClusterState, table: LayerTable) -> bool:
 def _assigned(state: ClusterState, table: LayerTable, groups: tuple[int, ...], request: Request) -> Assignment | None:
     """Who computes which group; None: one of them has nobody who can be asked now, or there is none."""
     if table.single:
-        return assignment(table, groups, table.addresses) if groups else None
+        return table.assignment(groups, table.addresses) if groups else None
     chosen = []
     for group in groups:
         there = state.members.usable(table.replicas[group], version=request.weights_version)
         if not there:
             return None
         chosen.append(choose(there, request.tokens, state.clock(), state.rng).address)
-    return assignment(table, groups, tuple(chosen)) if chosen else None
+    return table.assignment(groups, tuple(chosen)) if chosen else None
 
 
 def _servers(state: ClusterState, assigned: Assignment, request: Request, found: Shares) -> list[ServerCall] | None:

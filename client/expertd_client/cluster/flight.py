@@ -13,7 +13,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from expertd.errors import (
     UnavailableError,
     WeightsVersionNotHeldError,
 )
+from expertd_client.cluster.call import Call
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.policy import Verdict, choose, verdict
 from expertd_client.cluster.routing import place
@@ -40,9 +40,6 @@ from expertd_client.cluster.unserved import Unserved
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import FIRST_VERSION, ForwardResult
-
-if TYPE_CHECKING:
-    from expertd_client.cluster.call import Call
 
 # Why it is so: decision 107 in DECISIONS.md.
 __all__ = ["Flight", "start"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from expertd_client.cluster.assignment import Assigned, assignment
+from expertd_client.cluster.assignment import Assigned
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import choose
@@ -38,7 +38,7 @@ def place(
         member = choose(there, request.tokens, members.clock(), rng) if there else None
         servers.append(replicas[0] if member is None else member.address)
         chosen.setdefault(servers[-1], member)
-    assigned = assignment(table, meant.groups, tuple(servers))
+    assigned = table.assignment(meant.groups, tuple(servers))
     if table.whole:
         parts = [SubBatch(0, None, request, meant.routes)] if request.tokens and meant.groups else []
     else:

@@ -20,9 +20,8 @@ from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent, message_bytes, refusal, timing_of
-from expertd_client.transports.protocol import ConnectionFullError
+from expertd_client.transports.protocol import CallingConnection, ConnectionFullError
 
 if TYPE_CHECKING:
     from expertd_client.cluster.flight import Flight
@@ -36,7 +35,7 @@ class ServerCall:
     __slots__ = ("_used", "assigned", "connection", "link", "member", "routes", "tokens")
 
     def __init__(
-        self, member: Member, assigned: Assigned, link: Link, connection: BlockingConnection, tokens: int, routes: int
+        self, member: Member, assigned: Assigned, link: Link, connection: CallingConnection, tokens: int, routes: int
     ) -> None:
         """Raises ConnectionFullError where the session is over."""
         self.member, self.assigned, self.link, self.connection = member, assigned, link, connection

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes as C
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from expertd.errors import RequestCancelledError
+from expertd.errors import ExpertdError, RequestCancelledError
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.members import Members
 from expertd_client.cluster.policy import Latencies, Policy
@@ -15,9 +15,16 @@ from expertd_client.cluster.timers import Timer
 
 if TYPE_CHECKING:
     from expertd_client.cluster.call_memory import CallMemory
-    from expertd_client.cluster.flight import Flight
 
-__all__ = ["ClusterState"]
+__all__ = ["CallUnderWay", "ClusterState"]
+
+
+class CallUnderWay(Protocol):
+    """What is known here of a Flight."""
+
+    def end(self, error: ExpertdError | None, /) -> bool:
+        """It is over.  False: it was before."""
+        ...
 
 
 class ClusterState:
@@ -36,7 +43,7 @@ class ClusterState:
         self.latencies = Latencies(policy.hedge)
         self.rng = random.Random()
         self.closed = False
-        self.flights: set[Flight] = set()
+        self.flights: set[CallUnderWay] = set()
         self.call_memories: list[CallMemory] = []
         self.usual_ns = C.c_uint64()
 

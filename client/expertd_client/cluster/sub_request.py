@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from expertd.errors import ExpertdError
 from expertd_client.cluster.member import Member
 from expertd_client.cluster.result import Answered
 from expertd_client.cluster.split import SubBatch
 from expertd_client.requests.result import ForwardResult
+from expertd_client.tracing import TracedCall
 
-if TYPE_CHECKING:
-    from expertd_client.cluster.flight import Flight
-
-__all__ = ["SubRequest", "Attempt", "in_order", "report"]
+__all__ = ["Attempt", "AttemptOwner", "SubRequest", "in_order", "report"]
 
 
 class SubRequest:
@@ -64,25 +62,37 @@ class SubRequest:
         self.seconds = 0.0
 
 
+class AttemptOwner(Protocol):
+    """What a Flight is to its attempts.  traced: what is recorded of the call; None = nothing is."""
+
+    traced: TracedCall | None
+
+    def answered(self, attempt: Attempt, result: ForwardResult, /) -> None:
+        """Its answer came; the owner releases it where it is of no use."""
+
+    def failed(self, attempt: Attempt, error: ExpertdError, /) -> None:
+        """It came to nothing."""
+
+
 class Attempt:
     """A sub-request at one server; the waiter of its request."""
 
-    __slots__ = ("_flight", "begin_s", "member", "request_id", "sub", "traced")
+    __slots__ = ("_owner", "begin_s", "member", "request_id", "sub", "traced")
 
-    def __init__(self, flight: Flight, sub: SubRequest, member: Member, begin_s: float) -> None:
-        self._flight = flight
+    def __init__(self, owner: AttemptOwner, sub: SubRequest, member: Member, begin_s: float) -> None:
+        self._owner = owner
         self.sub = sub
         self.member = member
         self.begin_s = begin_s
         self.request_id = 0
-        traced = flight.traced
+        traced = owner.traced
         self.traced = None if traced is None else traced.part(member.address, sub.part.request.tokens)
 
     def answer(self, value: ForwardResult) -> None:
-        self._flight.answered(self, value)
+        self._owner.answered(self, value)
 
     def fail(self, error: ExpertdError) -> None:
-        self._flight.failed(self, error)
+        self._owner.failed(self, error)
 
     def recall(self) -> None:
         """Its answer is not wanted any more."""

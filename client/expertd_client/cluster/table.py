@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from expertd_client.cluster.assignment import Assignment
+from expertd_client.cluster.assignment import Assignment, assign
 
 __all__ = ["LayerTable", "layer_table"]
+
+_MOST = 512
+"""Assignments that are remembered of a table: where groups have replicas, choices differ from call to call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,7 @@ class LayerTable:
     single        whether every group has one replica, so that groups are servers: addresses [groups], else none
     groups        all of them
     group_of_at   address of group_of
-    remembered    of expertd_client.cluster.assignment; groups_of_bits: of expertd_client.cluster.split
+    remembered    what assignment() found; groups_of_bits: of expertd_client.cluster.split
     """
 
     num_experts: int
@@ -48,6 +49,17 @@ class LayerTable:
     group_of_at: int
     groups_of_bits: dict[int, tuple[tuple[int, ...], bool]] = field(default_factory=dict, repr=False)
     remembered: dict[tuple[tuple[int, ...], tuple[str, ...]], Assignment] = field(default_factory=dict, repr=False)
+
+    def assignment(self, groups: tuple[int, ...], chosen: tuple[str, ...]) -> Assignment:
+        """groups: ascending; chosen: the server of each."""
+        key = groups, chosen
+        found = self.remembered.get(key)
+        if found is None:
+            found = assign(self.replicas, self.first, groups, chosen)
+            if len(self.remembered) >= _MOST:
+                self.remembered.clear()
+            self.remembered[key] = found
+        return found
 
 
 def layer_table(num_experts: int, held: Mapping[str, tuple[int, ...]]) -> LayerTable:

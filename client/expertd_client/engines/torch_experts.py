@@ -24,7 +24,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import recorder
 
 __all__ = ["RemoteExperts", "Started"]
+
+_T = TypeVar("_T")
 
 _MODULES: weakref.WeakValueDictionary[int, RemoteExperts] = weakref.WeakValueDictionary()
 """By number: what the nodes of a compiled graph carry."""
@@ -170,14 +172,10 @@ class RemoteExperts(torch.nn.Module):
     def _experts(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         device = _gpu_of(hidden_states)
         if device is not None:
-            transport = self._device_transport(device)
-            if transport is not None:
-                out = transport.forward(
-                    self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
-                )
-                if out is not None:
-                    return out.to(hidden_states.dtype).view(hidden_states.shape)
-            self._refuse_capture(transport)
+            batch = hidden_states, topk_ids, topk_weights
+            out = self._between_gpus(device, batch, lambda transport: transport.forward)
+            if out is not None:
+                return out.to(hidden_states.dtype).view(hidden_states.shape)
         self.forwarder.expect()  # checks and copies take as long as its waking: decision 178
         call = self._call(hidden_states, topk_ids, topk_weights)
         if len(call.requests) == 1:
@@ -198,15 +196,11 @@ class RemoteExperts(torch.nn.Module):
         ticket = next(self._tickets)
         device = _gpu_of(hidden_states)
         if device is not None:
-            transport = self._device_transport(device)
-            if transport is not None:
-                fetch = transport.start(
-                    self.layer, *self._for_the_device(hidden_states, topk_ids, topk_weights), self.timeout_s
-                )
-                if fetch is not None:
-                    self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
-                    return torch.tensor(ticket)
-            self._refuse_capture(transport)
+            batch = hidden_states, topk_ids, topk_weights
+            fetch = self._between_gpus(device, batch, lambda transport: transport.start)
+            if fetch is not None:
+                self._under_way[ticket] = lambda like: fetch().to(like.dtype).view(like.shape)
+                return torch.tensor(ticket)
         self.forwarder.expect()
         call = self._call(hidden_states, topk_ids, topk_weights)
         futures = self._submit(call)
@@ -226,8 +220,21 @@ class RemoteExperts(torch.nn.Module):
             return fetch(like)
         return now.module("wait", self.layer, lambda: fetch(like))
 
-    def _device_transport(self, device: int) -> DeviceTransport | None:
-        return None if self.weights_version else self.forwarder.device_transport(device)
+    def _between_gpus(
+        self,
+        device: int,
+        batch: tuple[Tensor, Tensor, Tensor],
+        act: Callable[[DeviceTransport], Callable[[int, Tensor, Tensor, Tensor, float | None], _T | None]],
+    ) -> _T | None:
+        """What forward or start of the transport, which `act` chooses, says to a batch on GPU number `device`.  None:
+        it must go through this process; raises UnsupportedCombinationError where it cannot."""
+        transport = None if self.weights_version else self.forwarder.device_transport(device)
+        if transport is not None:
+            found = act(transport)(self.layer, *self._for_the_device(*batch), self.timeout_s)
+            if found is not None:
+                return found
+        self._refuse_capture(transport)
+        return None
 
     def _for_the_device(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_shapes(x, topk_ids, topk_weights)

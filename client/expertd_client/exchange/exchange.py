@@ -21,9 +21,8 @@ from expertd_client.requests.deadline import Alarm, Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult
 from expertd_client.tracing import TracedCall
-from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent
-from expertd_client.transports.protocol import ConnectionFullError, Transport, Waiter
+from expertd_client.transports.protocol import CallingConnection, ConnectionFullError, Transport, Waiter
 
 __all__ = ["Exchange"]
 
@@ -83,6 +82,7 @@ class Exchange:
         except ConnectionFullError:
             return None
         if traced is not None:
+            traced.parts[-1].answered(answer.timing)
             traced.parts[-1].transport = self.transport_name
         self._load = answer.lazy_load  # not the answer, whose memory is lent
         return answer
@@ -104,7 +104,7 @@ class Exchange:
         load = self._load
         return load() if callable(load) else load
 
-    def blocking(self) -> tuple[Link, BlockingConnection] | None:
+    def blocking(self) -> tuple[Link, CallingConnection] | None:
         """For C++ that sends and waits by a connection's own functions; None: there is no such connection now."""
         link = self._link
         connection = None if link is None else link.blocking
@@ -113,7 +113,7 @@ class Exchange:
     def adopt(
         self,
         link: Link,
-        connection: BlockingConnection,
+        connection: CallingConnection,
         ticket: int,
         sent: Sent,
         request: Request,

@@ -27,9 +27,9 @@ from expertd_client.exchange.session import INLINE, Session
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.request import Request
 from expertd_client.requests.result import ForwardResult, result_of
-from expertd_client.transports.core_connection import BlockingConnection
 from expertd_client.transports.message import Sent
 from expertd_client.transports.protocol import (
+    CallingConnection,
     Connection,
     ConnectionFullError,
     Delivered,
@@ -73,7 +73,7 @@ class Link:
         self._asking: list[Waiter[Session]] = []
         self._opening = False
         self.session_connection: SessionConnection | None = None
-        self.blocking: BlockingConnection | None = None
+        self.blocking: CallingConnection | None = None
         self._broken: ExpertdError | None = None
         self._main: MainConnection = transport.connect(self._deliver, self._close)
         if self._offered:
@@ -129,7 +129,7 @@ class Link:
     def adopt(
         self,
         request_id: int,
-        connection: BlockingConnection,
+        connection: CallingConnection,
         ticket: int,
         sent: Sent,
         request: Request,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from expertd.codec import RequestForm
 from expertd.common.dtypes import FLOAT_DTYPES, HIDDEN_DTYPES, INT_DTYPES
@@ -12,10 +12,8 @@ from expertd.common.grouped import experts_of_rows
 from expertd.errors import BadShapeError, UnsupportedCombinationError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.e4m3 import E4m3
+from expertd_client.requests.grouped import Grouped
 from expertd_client.requests.tensors import Synthetic, are_few_bytes, checked_dtype, wire_dtype
-
-if TYPE_CHECKING:
-    from expertd_client.requests.request import Grouped
 
 __all__ = ["Kind", "checked", "form_of", "gradients_refused", "refuse_gradients"]
 

@@ -11,8 +11,7 @@ device.  Whatever forwards takes Requests (see expertd_client.clients.forwarder)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
 from typing import Any, TypedDict
 
@@ -25,27 +24,13 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.checks import Kind, checked, form_of, refuse_gradients
 from expertd_client.requests.current_span import current_traceparent
 from expertd_client.requests.e4m3 import E4m3, quantize
+from expertd_client.requests.grouped import Grouped, grouped_message, grouped_rows
 from expertd_client.requests.tensors import Synthetic, bytes_of, keep_or, take, to_wire
 
-__all__ = ["Grouped", "Request", "RequestOptions"]
+__all__ = ["Request", "RequestOptions"]
 
 _LAYERS = 1 << 32
 """That the message's field can name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """Rows that come sorted by expert: the first row_counts[0] rows are for expert_ids[0], and so on; sum = M.
-
-    rows_per_expert: where it is T > 0, hidden_states are an array [experts, T, H], flattened to [experts * T, H] (what
-    DeepEP's low-latency dispatch gives): the first row_counts[i] of an expert's T rows are valid, the others are not
-    computed and answered with zeros.
-
-    They are answered row by row, not weighted and not summed."""
-
-    expert_ids: Sequence[int]
-    row_counts: Sequence[int]
-    rows_per_expert: int = 0
 
 
 class RequestOptions(TypedDict, total=False):
@@ -193,7 +178,7 @@ class Request(_Fields):
             take(self.hidden_states, index),
             None if self.topk_ids is None else take(self.topk_ids, index),
             None if self.topk_weights is None else take(self.topk_weights, index),
-            None if self.grouped is None else _grouped_rows(self.grouped, index),
+            None if self.grouped is None else grouped_rows(self.grouped, index),
         )
 
     def routes(self, keep: Any) -> Request:
@@ -257,7 +242,7 @@ class Request(_Fields):
             to_wire(self.hidden_states, dtypes[1]),
             to_wire(self.topk_ids, dtypes[2]) if grouped is None else None,
             to_wire(self.topk_weights, dtypes[3]) if grouped is None else None,
-            None if grouped is None else _message(grouped),
+            None if grouped is None else grouped_message(grouped),
             timeout_us,
             dtypes[0],
             pb.OUTPUT_FORM_DIGEST if self.digest else pb.OUTPUT_FORM_TENSOR,
@@ -277,12 +262,10 @@ class Request(_Fields):
         """The same with other tensors of the same kinds, shapes and dtypes, in the trace that the caller is in now.
         Nothing is checked: whoever has no gradients to refuse, and has seen that they are the same."""
         part = _Fields()
-        part.layer, part.output_dtype, part.weights_version = self.layer, self.output_dtype, self.weights_version
-        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
         part.grouped, part.dtypes, part.kind, part.plain = None, self.dtypes, self.kind, self.plain
         part.traceparent = current_traceparent()
-        return _finished(part)
+        return _part_of(self, part)
 
     def pinned(self, weights_version: int) -> Request:
         """The same, to be computed by that version of the weights; 0 = by the one that is served."""
@@ -302,13 +285,19 @@ class Request(_Fields):
     ) -> Request:
         """With other tensors, which need no check: they are parts of checked ones.  dtypes: None = as here."""
         part = _Fields()
-        part.layer, part.output_dtype, part.traceparent = self.layer, self.output_dtype, self.traceparent
-        part.router_weight_on_input, part.digest = self.router_weight_on_input, self.digest
-        part.weights_version = self.weights_version
         part.hidden_states, part.topk_ids, part.topk_weights = hidden_states, topk_ids, topk_weights
         part.grouped, part.dtypes, part.plain = grouped, dtypes or self.dtypes, False
-        part.kind = Kind(part.dtypes)
-        return _finished(part)
+        part.kind, part.traceparent = Kind(part.dtypes), self.traceparent
+        return _part_of(self, part)
+
+
+def _part_of(whole: Request, part: Any) -> Request:
+    """`part` with what it has in common with `whole`, whatever its tensors are.  Not to be changed from here on."""
+    part.layer, part.output_dtype, part.weights_version = whole.layer, whole.output_dtype, whole.weights_version
+    part.router_weight_on_input, part.digest = whole.router_weight_on_input, whole.digest
+    part.__class__ = Request
+    request: Request = part
+    return request
 
 
 def _finished(made: Any) -> Request:
@@ -322,21 +311,3 @@ def _form_of(request: Request) -> RequestForm | None:
     if request.grouped is not None:
         return None
     return form_of(request.dtypes, request.hidden_states, request.topk_ids, request.topk_weights)
-
-
-def _message(grouped: Grouped) -> pb.GroupedRows:
-    return pb.GroupedRows(
-        expert_ids=grouped.expert_ids, row_counts=grouped.row_counts, rows_per_expert=grouped.rows_per_expert
-    )
-
-
-def _grouped_rows(grouped: Grouped, index: Any) -> Grouped:
-    """Which experts the rows at `index` are for."""
-    group = take(np.repeat(np.arange(len(grouped.row_counts)), grouped.row_counts), index)
-    if (np.diff(group) < 0).any():
-        raise BadShapeError.about(
-            "rows", got="an order in which an expert's rows are apart", want="ascending numbers for grouped rows"
-        )
-    counts = np.bincount(group, minlength=len(grouped.row_counts))
-    left = np.flatnonzero(counts).tolist()
-    return Grouped([grouped.expert_ids[n] for n in left], counts[left].tolist())

@@ -1,5 +1,6 @@
 """What calls did, and when: recorded by trace(), written for Chrome's and Perfetto's trace viewers."""
 
-from expertd_client.tracing.recorder import Module, SubRequestTrace, Trace, TracedCall, trace
+from expertd_client.tracing.recorder import Trace, trace
+from expertd_client.tracing.records import Module, SubRequestTrace, TracedCall
 
 __all__ = ["Module", "SubRequestTrace", "Trace", "TracedCall", "trace"]

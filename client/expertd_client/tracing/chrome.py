@@ -13,13 +13,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from expertd_client.tracing.recorder import Module, SubRequestTrace, Trace, TracedCall
+from expertd_client.tracing.records import Module, Recording, SubRequestTrace, TracedCall
 from expertd_client.tracing.stages import Span, own_clock, placed
 
 __all__ = ["as_json", "attention", "clocks", "events"]
 
 
-def as_json(trace: Trace) -> str:
+def as_json(trace: Recording) -> str:
     """The document."""
     calls = trace.finished
     facts = {
@@ -31,7 +31,7 @@ def as_json(trace: Trace) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def clocks(trace: Trace) -> dict[str, str]:
+def clocks(trace: Recording) -> dict[str, str]:
     """Server -> how its stages are placed on the caller's clock."""
     return {server: _CLOCKS[same] for server, same in _same_clock(trace.finished).items()}
 
@@ -39,7 +39,7 @@ def clocks(trace: Trace) -> dict[str, str]:
 _CLOCKS = {True: "the clock of this host", False: "the midpoint of each round trip"}
 
 
-def events(trace: Trace) -> list[dict[str, Any]]:
+def events(trace: Recording) -> list[dict[str, Any]]:
     """Those of the document, times from the trace's begin."""
     calls = trace.finished
     writer = _Writer(trace.begin_ns)

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, Module, Trace
+from expertd_client.tracing.recorder import Trace
+from expertd_client.tracing.records import FROM_GPU_TO_GPU, Module
 
 __all__ = ["timed"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.tracing.recorder import FROM_GPU_TO_GPU, SubRequestTrace, TracedCall
+from expertd_client.tracing.records import FROM_GPU_TO_GPU, SubRequestTrace, TracedCall
 
 __all__ = ["SERVER", "STAGES", "Placed", "Span", "own_clock", "placed", "stages_of"]
 

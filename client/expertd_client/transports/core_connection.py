@@ -191,8 +191,7 @@ class BlockingConnection(CoreConnection):
         return self
 
     def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
-        """Sends a request and waits for its answer.  Raises ConnectionFullError, and then nothing was sent; else the
-        server's error, or DeadlineExceededError."""
+        """See CallingConnection."""
         self.use()
         try:
             sent, answer = submission_of(request), Completion()
@@ -203,14 +202,15 @@ class BlockingConnection(CoreConnection):
         except BaseException:
             self.unuse()
             raise
-        if not answer.refused:
-            output = self._client.output(ticket, sent.submission)
-            found = result(answer, sent, request, output, partial(self._back, ticket))
-            if traced is not None:
-                traced.parts[-1].answered(found.timing)
-            return found
+        if answer.refused:
+            raise self._refused(ticket, answer)
+        output = self._client.output(ticket, sent.submission)
+        return result(answer, sent, request, output, partial(self._back, ticket))
+
+    def _refused(self, ticket: int, answer: Completion) -> ExpertdError:
+        """Why, of a call that is over with that."""
         self._back(ticket)
-        raise refusal(answer)
+        return refusal(answer)
 
     def expect(self) -> None:
         """A call comes soon: the server may wake up meanwhile."""

@@ -29,9 +29,14 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 
 if TYPE_CHECKING:
-    from expertd_client.transports.core_connection import BlockingConnection
+    from expertd.shm.layout import Completion
+    from expertd_client.requests.deadline import Deadline
+    from expertd_client.requests.result import ForwardResult
+    from expertd_client.tracing import TracedCall
+    from expertd_client.transports.message import Sent
 
 __all__ = [
+    "CallingConnection",
     "SessionTransport",
     "SessionConnection",
     "ConnectionFullError",
@@ -104,13 +109,62 @@ class SessionConnection(Connection, Protocol):
     """A connection that a SessionTransport opened.  Its forward() may raise ConnectionFullError."""
 
     @property
-    def blocking(self) -> BlockingConnection | None:
+    def blocking(self) -> CallingConnection | None:
         """This connection, where a calling thread can send its request and wait for the answer itself, without a thread
         that reads; None: requests go through forward() alone."""
         ...
 
     def broke(self, error: ExpertdError) -> None:
         """close(), because the MainConnection ended with `error`: what is in flight here fails with that."""
+
+
+class CallingConnection(Connection, Protocol):
+    """A SessionConnection on which a calling thread sends its request, and waits for the answer, itself.
+
+    session      address of its expertd.shm.layout.ConnectionHandle, of use between use() and unuse(): for C++ that
+                 sends and waits by it
+    most_bytes   of a message; 0 = no bound
+    """
+
+    session: int
+    most_bytes: int
+
+    def call(self, request: Request, deadline: Deadline | None, traced: TracedCall | None = None) -> ForwardResult:
+        """Sends a request and waits for its answer.  Raises ConnectionFullError, and then nothing was sent; else the
+        server's error, or DeadlineExceededError.  traced: its last part gets to know when it was sent."""
+        ...
+
+    def expect(self) -> None:
+        """A call comes soon: the server may wake up meanwhile."""
+
+    def slot(self, tokens: int, hidden_size: int, top_k: int, dtype: int) -> Any:
+        """A batch's tensors where the server reads them (expertd_client.clients.slot); None: there is no such place."""
+
+    def use(self) -> None:
+        """Its memory stays until unuse().  Raises ConnectionFullError where the session is over: it may be gone."""
+
+    def unuse(self) -> None:
+        """Once for each use()."""
+
+    # What follows is for who sends and waits by `session`.  ticket: the session's number of a request in flight.
+
+    def lend(self, ticket: int, sent: Sent, request: Request, answer: Completion) -> ForwardResult:
+        """An answer that was not refused.  A use() goes with it."""
+        ...
+
+    def release(self, ticket: int) -> None:
+        """Of an answer that is not read any more."""
+
+    def abandon(self, ticket: int) -> None:
+        """Of a request in flight that nobody wants any more."""
+
+    def adopt(self, request_id: int, ticket: int, sent: Sent) -> None:
+        """A request in flight that nobody waits for any more: it is delivered as if forward() had sent it.  Raises
+        ConnectionFullError where the session is over."""
+
+    def lost(self) -> ExpertdError:
+        """What becomes of requests in flight when the session is over."""
+        ...
 
 
 class SessionTransport(Protocol):

@@ -42,7 +42,6 @@ __all__ = [
     "on_node",
     "physical_cpus",
     "stand_apart",
-    "standing_apart",
     "use_threads",
 ]
 
@@ -241,11 +240,6 @@ def stand_apart() -> None:
     """From now on the calling thread packs and computes with threads of its own, which have its priority: who serves
     requests never waits for it."""
     _apart.set(True)
-
-
-def standing_apart() -> bool:
-    """Whether the calling thread does."""
-    return _apart.get()
 
 
 def _cores(node: int | None) -> tuple[Core, ...]:

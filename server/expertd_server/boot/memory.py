@@ -274,7 +274,8 @@ def _room(plan: MemoryPlan, free: int) -> tuple[int, str] | None:
     there = free + plan.context
     if plan.limit and not (free and there < plan.limit):
         less = f", {(plan.peak - plan.limit) / (1 << 20):,.1f} MiB less" if _gib(plan.peak) == _gib(plan.limit) else ""
-        return plan.limit, f"--memory-limit allows {_gib(plan.limit)} GiB{less}"
+        allowed = f"{_gib(plan.limit)} GiB" if plan.limit >= GIB // 10 else f"{plan.limit / (1 << 20):,.1f} MiB"
+        return plan.limit, f"--memory-limit allows {allowed}{less}"
     return (there, f"{_gib(free)} GiB are free") if free else None
 
 
@@ -307,6 +308,9 @@ def _what_fits(plan: MemoryPlan, config: ServeConfig, assignments: Sequence[Assi
     if experts:
         shards = -(-held // experts)
         options.append(f"{experts} of {held} experts of each layer would fit (--shard 0/{shards})")
+    if not options and plan.limit and plan.context >= plan.limit:
+        whose = "process" if plan.kind == "cpu" else "driver"
+        return f"the {whose} alone takes {_gib(plan.context)} GiB: allow more (--memory-limit)"
     if not options:
         return "not even one layer would fit; lower --max-tokens, or use a scheme with fewer bits (--quantize)"
     return "; ".join(options)

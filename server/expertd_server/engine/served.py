@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from expertd_kernels.common.protocol import Experts
-from expertd_server.engine.request import Array
 
 # Why it is so: decision 84 in DECISIONS.md.
 __all__ = ["Holding", "ServedLayer"]
@@ -46,7 +46,7 @@ class ServedLayer:
     plan: tuple[tuple[int | None, str], ...] = ()
     measured: tuple[tuple[int, int, int], ...] = ()
     generation: int = field(init=False, default_factory=_generations.__next__)
-    slot_of: Array = field(init=False, repr=False)
+    slot_of: NDArray[np.int32] = field(init=False, repr=False)
     """[num_experts + 1] int32: slot of each global id, -1 = not here; the last entry answers for the id -1."""
 
     def __post_init__(self) -> None:

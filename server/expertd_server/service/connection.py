@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from expertd.codec import ForwardRequestView, StreamRequestView, peek_forward
 from expertd.errors import (
@@ -27,9 +27,7 @@ from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.request import Answer, EngineRequest, Outcome
 from expertd_server.service.age import Age
 from expertd_server.service.response import error_of
-
-if TYPE_CHECKING:
-    from expertd_server.service.service import Service
+from expertd_server.service.service import Service
 
 __all__ = ["Outlet", "ClientConnection"]
 
@@ -56,7 +54,12 @@ class Outlet(Protocol):
 
 
 class ClientConnection:
-    """take(), refuse(), end(), finished() and close() are called by one thread at a time, the transport's; the rest by
+    """One connection of the client `caller`, an address or a name.  It is open from here until close().
+
+    name, traceparent   the client's for it; "" = none
+    transport           what traces call the connection; "inline" = gRPC
+
+    take(), refuse(), end(), finished() and close() are called by one thread at a time, the transport's; the rest by
     any.
 
     A request is in flight from take() until its outcome is handed to the outlet, and counts until the transport says
@@ -85,6 +88,7 @@ class ClientConnection:
         self._pressed_until_ns = 0
         self._messages = service.engine.messages
         self._looked = None if self._messages is None else self._messages.looked()
+        service.remember(self)
 
     # ---- the transport's thread --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What all transports share: the server's state, and how a request reaches the engine.
 
-    service.forward(view, reply, ...)    one request by itself: a unary call, a facade of another protocol
-    service.connection(outlet, caller)   one connection: any number in flight, cancels, draining
+    service.forward(view, reply, ...)            one request by itself: a unary call, a facade of another protocol
+    ClientConnection(service, outlet, caller)    one connection: any number in flight, cancels, draining (connection.py)
 
 Both may be used from any thread, and neither waits.
 """
@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from expertd_server.engine.admission import Limits, State, fits, shut
 from expertd_server.engine.refusal_texts import refusal
 from expertd_server.engine.report import RequestReport
 from expertd_server.engine.request import STORAGE, Answer, EngineRequest, Outcome, Reply, Stages
-from expertd_server.service.connection import ClientConnection, Outlet
 from expertd_server.service.intake import Intake, SyntheticTensors
 from expertd_server.service.offers import OfferedTransport, answer_offer
 from expertd_server.service.refusals import Refusals
@@ -41,12 +40,19 @@ if TYPE_CHECKING:
     from expertd_server.engine.engine import Engine
     from expertd_server.views.metrics import Metrics
 
-__all__ = ["Service"]
+__all__ = ["OpenConnection", "Service"]
 
 _DRAW_AT_ONCE = 1 << 14
 """Elements that may be drawn on the transport's thread: about 0.2 ms."""
 _DRAW_LATER = 1 << 25
 """Elements of one caller that may wait to be drawn where no other's do: about half a second."""
+
+
+class OpenConnection(Protocol):
+    """What a Service knows of a ClientConnection."""
+
+    def drain(self) -> None:
+        """The server drains from now on."""
 
 
 class Service:
@@ -63,7 +69,7 @@ class Service:
         self.offered: dict[str, OfferedTransport | str] = {}
         self.refusals = Refusals()
         self.traced: Callable[[RequestReport], None] | None = None
-        self._sessions: set[ClientConnection] = set()
+        self._connections: set[OpenConnection] = set()
         self._lock = threading.Lock()
         self._unread_bytes = 0
         self._draw = ThreadPoolExecutor(1, "expertd-draw")
@@ -82,9 +88,9 @@ class Service:
         self.engine.drain()
         self.metrics.serving(False)
         with self._lock:
-            sessions = list(self._sessions)
-        for session in sessions:
-            session.drain()
+            connections = list(self._connections)
+        for connection in connections:
+            connection.drain()
 
     def close(self) -> None:
         """Draw nothing any more."""
@@ -92,24 +98,19 @@ class Service:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def connection(
-        self, outlet: Outlet, caller: str, name: str = "", traceparent: str = "", transport: str = "inline"
-    ) -> ClientConnection:
-        """For one connection of the client `caller`, an address or a name.  name, traceparent: the client's for it,
-        "" = none.  transport: what traces call the connection; "inline" = gRPC.  It lives until its close()."""
-        session = ClientConnection(self, outlet, caller, name, traceparent, transport)
-        with self._lock:
-            self._sessions.add(session)
-        return session
-
     def offer(self, offer: pb.SessionOffer, caller: str) -> pb.SessionAnswer:
         """The answer to an offer of transports."""
         return answer_offer(self.offered, offer, caller)
 
-    def forget(self, session: ClientConnection) -> None:
-        """`session` is closed."""
+    def remember(self, connection: OpenConnection) -> None:
+        """`connection` is open, and told when the server drains."""
         with self._lock:
-            self._sessions.discard(session)
+            self._connections.add(connection)
+
+    def forget(self, connection: OpenConnection) -> None:
+        """`connection` is closed."""
+        with self._lock:
+            self._connections.discard(connection)
 
     def refused(self, error: ExpertdError, caller: str, request: str = "") -> str:
         """Count and log a request that is answered with `error`.  request: its id, "" = none.  The id that the log

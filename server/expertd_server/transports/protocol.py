@@ -6,12 +6,12 @@ others are a folder here each, and an entry in table.py:
     Transport    listens, says that the server serves, drains
     Listener     a Transport besides gRPC: a client asks for it on its gRPC stream (SessionOffer), and gets a token and
                  an endpoint
-    Outlet       the way back of one connection; it makes the connection's Session and gives it what it reads
+    Outlet       the way back of one connection; it makes the connection's ClientConnection and gives it what it reads
 
 Shared memory and TCP hand their connections to the engine's core (C++).  A transport in Python does this for each
 connection, on a thread of its own choice, one at a time:
 
-    session = service.connection(outlet, client, transport=NAME)   client: its address, or the name it proved
+    session = ClientConnection(service, outlet, client, transport=NAME)   client: its address, or the name it proved
     service.check_size(nbytes)            of each message, before it is decoded; raises
     session.take(view, arrival_ns)        a decoded message; arrival_ns: time.monotonic_ns() when it came
     session.refuse(error, request_id)     for a message that could not be decoded

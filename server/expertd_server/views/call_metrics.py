@@ -1,27 +1,24 @@
 """Series of RPCs: the `grpc_server_*` that go-grpc-prometheus made usual, and beside them the names that gRPC's own
 OpenTelemetry plugins have (proposal A66), as Prometheus spells them.
 
-Both are filled from one look at a call's end.
+Both are filled from one look at a call's end: each method's by its Rpc, which belongs to the Calls of a server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from expertd_server.engine.report import CallReport
-from expertd_server.views.tally import SECONDS, HistogramTally
+from expertd_server.views.tally import SECONDS, Count, HistogramTally
 
-if TYPE_CHECKING:
-    from expertd_server.views.metrics import Metrics
-
-__all__ = ["RPC", "SERVICE", "Calls", "Rpc"]
+__all__ = ["SERVICE", "Calls", "Rpc"]
 
 SERVICE = "expertd.v1.ExpertService"
-RPC = ("grpc_type", "grpc_service", "grpc_method")
+_RPC = ("grpc_type", "grpc_service", "grpc_method")
 """Labels of the `grpc_server_*`."""
 
 _A66_SECONDS = (
@@ -35,14 +32,14 @@ _A66_BYTES = (*(float(1 << i) for i in (10, 11)), *(float(1 << i) for i in range
 class Rpc:
     """One method, with its labels bound once.  By one thread at a time."""
 
-    def __init__(self, metrics: Metrics, kind: str, method: str, service: str = SERVICE) -> None:
+    def __init__(self, calls: Calls, kind: str, method: str, service: str = SERVICE) -> None:
         self.method, self._name = method, f"{service}/{method}"
         labels = (kind, service, method)
-        self._handled, self._labels, self._calls = metrics.handled, labels, metrics.calls
-        self._begun: Callable[[], None] = metrics.started.labels(*labels).inc
-        self.received = metrics.count(metrics.received.labels(*labels).inc).add
-        self.sent = metrics.count(metrics.sent.labels(*labels).inc).add
-        self._handling = metrics.calls.handling(labels)
+        self._handled, self._labels, self._calls = calls.counters.handled, labels, calls
+        self._begun: Callable[[], None] = calls.counters.started.labels(*labels).inc
+        self.received = calls.count(calls.counters.received.labels(*labels).inc).add
+        self.sent = calls.count(calls.counters.sent.labels(*labels).inc).add
+        self._handling = calls.handling(labels)
 
     def started(self) -> None:
         self._begun()
@@ -68,17 +65,31 @@ class _Sums:
         )
 
 
-class Calls(Collector):
-    """Histograms of calls, and the other series of A66.  started() and ended() by one thread, exemplify() by another,
-    collect() by whoever scrapes."""
+class _Counters:
+    """The `grpc_server_*` but for the time."""
 
-    def __init__(self) -> None:
+    def __init__(self, r: CollectorRegistry) -> None:
+        self.started = Counter("grpc_server_started", "RPCs begun.", _RPC, registry=r)
+        self.handled = Counter("grpc_server_handled", "RPCs ended, by status code.", (*_RPC, "grpc_code"), registry=r)
+        self.received = Counter("grpc_server_msg_received", "Messages received.", _RPC, registry=r)
+        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", _RPC, registry=r)
+
+
+class Calls(Collector):
+    """All series of calls, in `registry`; itself collects histograms and the other series of A66.  started() and
+    ended() by one thread, exemplify() by another, collect() by whoever scrapes.
+
+    count: makes a Count that is told whenever somebody scrapes"""
+
+    def __init__(self, registry: CollectorRegistry, count: Callable[[Callable[[float], None]], Count]) -> None:
+        self.counters, self.count = _Counters(registry), count
+        registry.register(self)
         self._handling: dict[tuple[str, str, str], HistogramTally] = {}
         self._started: dict[str, int] = {}
         self._ended: dict[tuple[str, str], _Sums] = {}
 
     def handling(self, labels: tuple[str, str, str]) -> HistogramTally:
-        """Of a method, by the labels of RPC: seconds of its calls."""
+        """Of a method, by its labels: seconds of its calls."""
         return self._handling.setdefault(labels, HistogramTally(SECONDS))
 
     def started(self, method: str) -> None:
@@ -105,7 +116,7 @@ class Calls(Collector):
 
     def collect(self) -> Iterable[Metric]:
         handling = HistogramMetricFamily(
-            "grpc_server_handling_seconds", "Time from begin to end of an RPC.", labels=RPC
+            "grpc_server_handling_seconds", "Time from begin to end of an RPC.", labels=_RPC
         )
         for labels, tally in list(self._handling.items()):
             tally.into(handling, labels)

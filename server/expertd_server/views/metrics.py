@@ -17,11 +17,11 @@ from prometheus_client.registry import Collector
 import expertd
 from expertd_server.engine.report import BatchReport, LoadNow, RequestReport
 from expertd_server.views.batch_metrics import BatchMetrics
-from expertd_server.views.call_metrics import RPC, SERVICE, Calls, Rpc
+from expertd_server.views.call_metrics import Calls
 from expertd_server.views.tally import Count
 from expertd_server.views.update_metrics import UpdateMetrics
 
-__all__ = ["BackendFacts", "Metrics", "Rpc", "SERVICE"]
+__all__ = ["BackendFacts", "Metrics"]
 
 VERSION = expertd.__version__
 
@@ -46,12 +46,7 @@ class Metrics:
         self.registry = r = CollectorRegistry()
         self._first = _First()
         r.register(self._first)  # before all others: it brings them up to date
-        self.started = Counter("grpc_server_started", "RPCs begun.", RPC, registry=r)
-        self.handled = Counter("grpc_server_handled", "RPCs ended, by status code.", (*RPC, "grpc_code"), registry=r)
-        self.received = Counter("grpc_server_msg_received", "Messages received.", RPC, registry=r)
-        self.sent = Counter("grpc_server_msg_sent", "Messages sent.", RPC, registry=r)
-        self.calls = Calls()
-        r.register(self.calls)
+        self.calls = Calls(r, self.count)
         self.requests = Counter(
             "expertd_requests",
             "Requests answered, by status code and reason (OK: none).",

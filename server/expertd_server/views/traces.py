@@ -20,7 +20,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from expertd_server.engine.report import RequestReport
-from expertd_server.views.metrics import SERVICE, VERSION, Metrics
+from expertd_server.views.call_metrics import SERVICE
+from expertd_server.views.metrics import VERSION, Metrics
 
 # Why it is so: decision 136 in DECISIONS.md.
 __all__ = ["Traces", "TracesMissingError"]

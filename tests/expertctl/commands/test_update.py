@@ -40,9 +40,11 @@ def test_a_folder_versions_and_back(pair, tmp_path, capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert shown.count("night") == 2
     assert shown.count("checkpoint") == 2
+    assert f"version 7 was read from {new} by {', '.join(addresses)}" in shown
     assert main(["versions", *addresses, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [[v["number"] for v in found[a]["versions"]] for a in addresses] == [[7, 1], [7, 1]]
+    assert [[v["folder"] for v in found[a]["versions"]] for a in addresses] == [[new, ""], [new, ""]]
     assert main(["versions", *addresses, "--rollback", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [[v["number"] for v in found[a]["versions"]] for a in addresses] == [[1, 7], [1, 7]]

@@ -15,6 +15,7 @@ import time
 
 from expertd.codec import decode_stream_request, encode_stream_response
 from expertd.errors import ExpertdError
+from expertd_server.service.connection import ClientConnection
 from expertd_server.service.response import response_view
 
 __all__ = ["NAME", "unix_listener"]
@@ -94,7 +95,7 @@ class Connection:
     def __init__(self, service, sock, caller):
         self.sock, self.caller, self._service = sock, caller, service
         self._outbox = queue.SimpleQueue()
-        self.session = service.connection(self, caller, transport=NAME)
+        self.session = ClientConnection(service, self, caller, transport=NAME)
         self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
         for thread in self.threads:
             thread.start()

@@ -176,6 +176,15 @@ def test_not_even_one_layer_and_host_memory_for_reading():
         require_room(plan, config, assignments, 70 * GIB, staging_free=2 * GIB)
 
 
+@pytest.mark.parametrize(("device", "who"), [("cpu-avx512", "process"), ("sm90", "driver")])
+def test_a_limit_below_what_no_layer_takes_is_to_be_raised(device, who):
+    config, assignments = made(device, memory_limit=1 << 20)
+    plan = plan_memory(config, assignments)
+    want = rf"--memory-limit allows 1\.0 MiB: the {who} alone takes \d\.\d\d GiB: allow more \(--memory-limit\)$"
+    with pytest.raises(BootError, match=want):
+        require_room(plan, config, assignments, 70 * GIB)
+
+
 def test_a_cpu_has_one_memory_and_a_cache_maps_weights():
     config, assignments = made("cpu-avx512")
     plan = plan_memory(config, assignments)

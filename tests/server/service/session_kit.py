@@ -10,6 +10,7 @@ import numpy as np
 from expertd.codec import ForwardRequestView, TensorView
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.request import Answer
+from expertd_server.service.connection import ClientConnection
 from expertd_server.service.service import Service
 
 H, K, TOKENS = 16, 2, 3
@@ -97,7 +98,7 @@ class Peer:
 
     def __init__(self, service: Service, caller: str = "test") -> None:
         self.outlet = Slots()
-        self.outlet.session = self.session = service.connection(self.outlet, caller)
+        self.outlet.session = self.session = ClientConnection(service, self.outlet, caller)
 
     def send(self, number: int, **fields) -> Slot:
         slot = self.outlet.slots[number] = Slot(number)
@@ -130,7 +131,7 @@ class Hoarder:
         self.errors: list[pb.RequestError] = []
         self.broken = False
         self.changed = threading.Condition()
-        self.session = service.connection(self, "test")
+        self.session = ClientConnection(service, self, "test")
 
     def ask(self, number: int) -> None:
         self.session.take(Slot(number).view(), time.monotonic_ns())

@@ -10,6 +10,7 @@ from waiting import until
 from expertd.codec import ScalesView, TensorView, decode_stream_request
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import Limits
+from expertd_server.service.connection import ClientConnection
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics
 
@@ -30,7 +31,7 @@ class Outlet:
 def in_python(engine, data):
     """What a Session makes of a message's bytes: the output's bytes, or the error's (code, reason, retryable, text)."""
     outlet = Outlet()
-    session = Service(engine, Metrics(), Limits(M, 64 << 10, 8)).connection(outlet, "caller")
+    session = ClientConnection(Service(engine, Metrics(), Limits(M, 64 << 10, 8)), outlet, "caller")
     session.take(decode_stream_request(data), time.monotonic_ns())
     until(lambda: outlet.said)
     said = outlet.said[0]

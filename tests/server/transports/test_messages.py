@@ -31,6 +31,7 @@ from expertd_server.engine.admission import Limits, State
 from expertd_server.engine.engine import Engine
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.served import ServedLayer
+from expertd_server.service.connection import ClientConnection
 from expertd_server.service.intake import facts_of
 from expertd_server.service.service import Service
 from expertd_server.views.metrics import Metrics
@@ -73,7 +74,7 @@ class Peer:
 
     def __init__(self, service, caller="caller"):
         self.outlet = Outlet()
-        self.outlet.session = self.session = service.connection(self.outlet, caller)
+        self.outlet.session = self.session = ClientConnection(service, self.outlet, caller)
         self.usual = 0
 
     def send(self, data, now_ns=0):

@@ -46,7 +46,7 @@ def report(tokens, expert_tokens, held=(4, 6)) -> BatchReport:
 
 
 def test_a_scrape_sees_batches_experts_and_calls(metrics):
-    rpc = Rpc(metrics, "unary", "Forward")
+    rpc = Rpc(metrics.calls, "unary", "Forward")
     rpc.started()
     rpc.ended("OK", 0.25, 1500, 3000)
     metrics.batch(report(5, [3, 0]))

@@ -1,7 +1,8 @@
 """Peak, normal times, and then more than the peak: of each way in turn, on one server.
 
 busy       answers a second in a closed loop that always has enough under way
-normal     an open loop at half of that, without deadlines; its p99 times `slack` is the deadline of what follows
+normal     open loops at half of that, without deadlines; the median of their p99 times `slack` is the deadline of what
+           follows
 peak       the largest rate of an open loop that is answered in time (expertctl.bench.overload.peak): a closed loop of
            few requests is no bound, because batches grow with what waits
 load       open loops at multiples of the peak, each request with that deadline
@@ -13,10 +14,11 @@ import asyncio
 import os
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from expertctl.bench.faults.processes import ServerProcess
 from expertctl.bench.overload import bare as bare_server
@@ -31,7 +33,7 @@ from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.async_client import AsyncExpertClient
 from expertd_client.requests.request import Request
 
-__all__ = ["BARE_WAYS", "MODEL", "PACED", "NotMeasured", "OverloadPlan", "measure"]
+__all__ = ["BARE_WAYS", "MODEL", "PACED", "NotMeasured", "OverloadPlan", "measure", "normal_p99_s"]
 
 MODEL = ("--synthetic", "qwen1.5-moe-a2.7b:int4_g128", "--layers", "0", "--device", "cpu", "--threads", "1")
 """The server that is started where no address is given: its kernel has one thread, so that two cores are enough, and
@@ -42,7 +44,9 @@ BARE_WAYS = ("streams", "one-stream", "synthetic")
 """Those that a bare server is compared in."""
 _TCP = ("--tcp-listen", "127.0.0.1:0")
 _DESCRIBE_S = 30.0
-_NORMAL = 0.5
+_NORMAL, _NORMALS = 0.5, 3
+"""The load that is normal, of the busy rate, and how often it is measured: every row hangs on its p99, and one pause of
+the machine makes that of one measurement any size."""
 _LEAST = 100
 """Requests of a trial for the peak, where the time allows."""
 
@@ -139,8 +143,11 @@ async def _way(plan: OverloadPlan, way: str, clock: LoopClock, server: Watched, 
         busy, _ = await callers.closed_loop(fresh(), plan.in_flight, plan.seconds)
         if not busy:
             raise ValueError(f"--seconds: got {plan.seconds:g} s without an answer, want more")
-        normal, _ = await callers.open_loop(fresh(), _NORMAL * busy, plan.seconds, None)
-        deadline_s = plan.slack * normal.answers.summary().p99_s
+
+        async def normal() -> OverloadTally:
+            return (await callers.open_loop(fresh(), _NORMAL * busy, plan.seconds, None))[0]
+
+        deadline_s = plan.slack * await normal_p99_s(normal)
 
         async def tried(rate: float) -> Trial:
             seconds = min(2 * plan.seconds, max(plan.seconds / 2, _LEAST / rate))
@@ -161,6 +168,11 @@ async def _way(plan: OverloadPlan, way: str, clock: LoopClock, server: Watched, 
         return rows
     finally:
         await callers.close()
+
+
+async def normal_p99_s(measured: Callable[[], Awaitable[OverloadTally]]) -> float:
+    """Of the answers at the normal load: the median of several measurements of it."""
+    return median([(await measured()).answers.summary().p99_s for _ in range(_NORMALS)])
 
 
 def _pin(pid: int, core: int) -> None:

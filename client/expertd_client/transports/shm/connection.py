@@ -132,12 +132,8 @@ class ShmConnection(BlockingConnection):
             self.unuse()
             raise
         if answer.refused:
-            self._back(ticket)
-            raise refusal(answer)
-        found = prepared[0].result(partial(self._back, ticket))
-        if traced is not None:
-            traced.parts[-1].answered(found.timing)
-        return found
+            raise self._refused(ticket, answer)
+        return prepared[0].result(partial(self._back, ticket))
 
     def expect(self) -> None:
         try:
@@ -185,8 +181,7 @@ class ShmConnection(BlockingConnection):
             self.unuse()
             raise
         if answer.refused:
-            self._back(ticket)
-            raise refusal(answer)
+            raise self._refused(ticket, answer)
         try:
             require_version(answer.weights_version, request)
         except BadResponseError:
@@ -195,10 +190,7 @@ class ShmConnection(BlockingConnection):
         output = pinned.get(sent, device_of(request.hidden_states), partial(self._back, ticket))
         if self._over:
             pinned.sweep(wait=True)
-        found = result_with(answer, output)
-        if traced is not None:
-            traced.parts[-1].answered(found.timing)
-        return found
+        return result_with(answer, output)
 
     def _release(self) -> None:
         _hang_up(self._sock)

@@ -25,7 +25,7 @@ from expertd_server.transports.grpc.loop_thread import LoopThread
 from expertd_server.transports.grpc.reflection import add_reflection
 from expertd_server.transports.grpc.service import Servicer
 from expertd_server.transports.security import Gate, Security, tls_credentials
-from expertd_server.views.metrics import SERVICE
+from expertd_server.views.call_metrics import SERVICE
 
 __all__ = ["LOOP", "ExpertServer", "GrpcTransport", "bindable"]
 

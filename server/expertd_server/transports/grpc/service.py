@@ -51,9 +51,9 @@ class Servicer:
         self._streams: set[Stream] = set()
         self._unary: Counter[str] = Counter()
         self.max_unary = 1024
-        self._forward = Rpc(service.metrics, "unary", "Forward")
-        self._stream = Rpc(service.metrics, "bidi_stream", "StreamForward")
-        self._describe = Rpc(service.metrics, "unary", "Describe")
+        self._forward = Rpc(service.metrics.calls, "unary", "Forward")
+        self._stream = Rpc(service.metrics.calls, "bidi_stream", "StreamForward")
+        self._describe = Rpc(service.metrics.calls, "unary", "Describe")
 
     def cut_off_the_silent(self, unread_s: float, idle_s: float) -> None:
         """End the streams whose caller has read nothing for unread_s although there is something to read, and those on

@@ -20,6 +20,7 @@ from expertd.errors import ExpertdError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.engine.admission import State
 from expertd_server.engine.request import Answer, EngineRequest
+from expertd_server.service.connection import ClientConnection
 from expertd_server.service.refusals import request_id_of, traceparent_of
 from expertd_server.service.response import response_view
 
@@ -42,7 +43,7 @@ class Stream:
         self.caller = caller
         self.bytes_in = self.bytes_out = 0
         told = context.invocation_metadata()
-        self._session = service.connection(self, caller, request_id_of(told), traceparent_of(told))
+        self._session = ClientConnection(service, self, caller, request_id_of(told), traceparent_of(told))
         self._outbox: deque[tuple[bytes, int]] = deque()  # answers, with the answer_bytes of their requests
         self._small: deque[bytes] = deque()  # refusals and what else is no answer
         self._wake, self._room = asyncio.Event(), asyncio.Event()

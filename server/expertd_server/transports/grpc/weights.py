@@ -173,6 +173,9 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         out = pb.GetUpdateResponse(
             last_error=updates.last_error, versions=updates.messages(), highest_version=updates.highest
         )
+        folders = {v.number: v.folder for v in (updates.version, updates.before) if v is not None}
+        for version in out.versions:
+            version.folder = folders.get(version.number, "")
         if job is not None:
             received = job.received
             out.update, out.state, out.version = job.asked.update, job.state, job.version.number

@@ -55,7 +55,7 @@ class KServe:
         rpc = self._rpcs.get(name)
         if rpc is None:
             known = name in self._asked or name == "ModelInfer"
-            rpc = Rpc(self._service.metrics, "unary", name if known else "other", KSERVE)
+            rpc = Rpc(self._service.metrics.calls, "unary", name if known else "other", KSERVE)
             self._rpcs[name if known else "other"] = rpc
         right, message, answer = self._asked.get(name, ("", None, _refuse(name)))
 

@@ -15,7 +15,7 @@ from expertctl.bench.overload import command, cost
 from expertctl.bench.overload.cost import Cost
 from expertctl.bench.overload.loop import LoopClock
 from expertctl.bench.overload.peak import Peak, Trial, largest
-from expertctl.bench.overload.run import NotMeasured
+from expertctl.bench.overload.run import NotMeasured, normal_p99_s
 from expertctl.bench.overload.tally import OverloadMeasurement, OverloadTally
 from expertctl.cli import main
 from expertctl.common.percentiles import Durations
@@ -137,6 +137,18 @@ async def test_no_rate_in_time_is_no_peak():
 
     with pytest.raises(ValueError, match="no rate"):
         await largest(measure, 100)
+
+
+async def test_a_pause_while_the_normal_load_is_measured_does_not_set_the_deadline():
+    came = iter([9.0, 0.25, 0.2])
+
+    async def measured() -> OverloadTally:
+        tally = sent(1)
+        tally.answered(0.0, math.inf, at_s := next(came), at_s)
+        return tally
+
+    assert await normal_p99_s(measured) == pytest.approx(0.25, rel=0.01)
+    assert next(came, None) is None
 
 
 def test_the_first_failures_are_shown_with_their_reasons(monkeypatch, capsys):

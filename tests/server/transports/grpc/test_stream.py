@@ -60,7 +60,7 @@ def new_service(metrics: Metrics) -> Service:
 async def stream(caller: Caller) -> Stream:
     metrics = Metrics()
     service = new_service(metrics)
-    return Stream(service, OnLoop(), Rpc(metrics, "bidi_stream", "StreamForward"), caller, "test")
+    return Stream(service, OnLoop(), Rpc(metrics.calls, "bidi_stream", "StreamForward"), caller, "test")
 
 
 async def begun(caller: Caller) -> tuple[Stream, asyncio.Task]:
