@@ -122,7 +122,8 @@ def _ids(v: ForwardRequestView, tokens: int) -> NDArray[np.int32] | None:
 
 def _narrow(ids: NDArray[Any]) -> NDArray[np.int32]:
     bounds = np.iinfo(np.int32)
-    return np.clip(ids, bounds.min, bounds.max).astype(np.int32)
+    made: NDArray[np.int32] = np.clip(ids, bounds.min, bounds.max).astype(np.int32)
+    return made
 
 
 def _plain_ids(t: TensorView) -> NDArray[np.int32]:

@@ -88,8 +88,9 @@ class Store:
                 f"--held: {path}: cannot be read: {printable(str(e), 300)}; delete {self._root} to serve the start"
             ) from e
         if served.fingerprint != fingerprint:
+            got = printable(served.fingerprint, 128)
             raise WrongOptionError(
-                f"--held: {path}: got an update of model {printable(served.fingerprint, 128)}, want one of {fingerprint}, which"
+                f"--held: {path}: got an update of model {got}, want one of {fingerprint}, which"
                 " --checkpoint is; give --checkpoint the folder from before the update, which stays after it, or delete"
                 f" {self._root} to serve another model than the other servers"
             )
