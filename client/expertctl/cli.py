@@ -17,7 +17,7 @@ from types import ModuleType
 import expertd
 from expertd.common.command_line import Parser
 from expertd.common.hostmem import tune_allocator
-from expertd.errors import ExpertdError, PlacementError
+from expertd.errors import ExpertdError, PlacementError, printable
 
 __all__ = ["COMMANDS", "main", "parser_of"]
 
@@ -41,6 +41,8 @@ COMMANDS: Mapping[str, str] = {
     "completion": "print a completion script for bash, zsh or fish",
 }
 """Command -> what --help says.  Module: expertctl.commands.NAME, with add_parser(subparsers) and run(args)."""
+_MOST = 4000
+"""Characters of an error: what a server or a file says may stand in it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +65,7 @@ def _main(argv: list[str]) -> int:
         _complain(error, getattr(args, "json", False))
         return 2 if isinstance(error, PlacementError) else 1
     except ValueError as error:  # an argument that only the server's description, or a file, shows to be wrong
-        print(f"expertctl {args.command}: {error}", file=sys.stderr)
+        print(f"expertctl {args.command}: {printable(str(error), _MOST)}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # who reads it has seen enough: `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

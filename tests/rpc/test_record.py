@@ -18,9 +18,10 @@ from as_command import expertctl
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from expertctl.common.workload import LayerShape
-from expertctl.load import recording
+from expertctl.load import proxy, recording
 from expertctl.load.proxy import Proxy, Recorder
 from expertctl.load.recording import DRAWN, Recording, replayed, routes_of
+from expertd.codec import decode_forward_request
 from expertd.errors import MessageTooLargeError, UnavailableError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
@@ -120,6 +121,64 @@ async def test_a_token_is_shown_for_callers_and_deadlines_travel(tmp_path):
     assert 35 < seen["left"] <= 70
 
 
+def message(layer=0, tokens=2, top_k=2, ids=None, **drawn):
+    """As it comes over the wire; drawn: sizes of a request whose tensors the server is to draw."""
+    f32, i32 = {"dtype": pb.DATA_TYPE_F32}, {"dtype": pb.DATA_TYPE_I64}
+    if drawn:
+        some = pb.SyntheticValues(seed=1)
+        hidden = pb.Tensor(shape=[drawn["tokens_drawn"], H], synthetic=some, **f32)
+        made = pb.Tensor(shape=[drawn["tokens_drawn"], drawn["top_k_drawn"]], synthetic=some, **i32)
+    else:
+        data = np.arange(tokens * top_k, dtype="<i8") % E if ids is None else np.asarray(ids, "<i8")
+        hidden = pb.Tensor(shape=[tokens, H], raw=b"", **f32)
+        made = pb.Tensor(shape=[tokens, top_k], raw=data.tobytes(), **i32)
+    return pb.ForwardRequest(layer=layer, hidden_states=hidden, topk_ids=made).SerializeToString()
+
+
+HOSTILE = {
+    "a layer that is not there": message(layer=7),
+    "the last layer that there can be": message(layer=2**32 - 1),
+    "an expert that is not there": message(ids=[0, 1, 2, E]),
+    "an expert that 32 bits do not hold": message(ids=[0, 1, 2, 2**32]),
+    "2^32 - 1 tokens without routes": message(tokens=2**32 - 1, top_k=0),
+    "more tokens than a file may have": message(tokens=1 << 16, top_k=1),
+    "more routes a token than a file may have": message(tokens=1, top_k=1 << 12),
+    "40 bytes for 1 TiB of routes": message(tokens_drawn=1 << 30, top_k_drawn=256),
+    "40 bytes for 2^64 routes": message(tokens_drawn=2**32 - 1, top_k_drawn=2**32 - 1),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_caller_spoils_a_recording(tmp_path, what):
+    """The server refuses it; the file can be read all the same, and has the others' requests."""
+    described = pb.DescribeResponse(
+        model=pb.Model(hidden_size=H, fingerprint="f"),
+        layers=[pb.Layer(layer=n, num_experts=E, top_k=2) for n in (0, 1)],
+    )
+    recorder = Recorder(100)
+    for n, data in enumerate((message(layer=1), HOSTILE[what], message())):
+        recorder.note(decode_forward_request(data), n)
+    recorder.recording(described).save(tmp_path / "r.npz")
+    found = Recording.load(tmp_path / "r.npz")
+    assert found.layer.tolist() == [1, 0]
+    assert len(list(replayed(found, described, 0))) == 2
+    assert next(routes_of(found, LayerShape(0, H, E, 2), 2)).tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_recording_ends_before_it_is_too_large_to_be_read(tmp_path, monkeypatch):
+    for module in (proxy, recording):
+        monkeypatch.setattr(module, "MOST_BYTES", 8192)
+    monkeypatch.setattr(proxy, "_HEADER_BYTES", 4096)
+    recorder = Recorder(1 << 20)
+    while not recorder.full.is_set():
+        assert len(recorder) < 1000
+        recorder.note(decode_forward_request(message()), 0)
+    assert len(recorder) == 4096 // (20 + 16)
+    made = recorder.recording(pb.DescribeResponse(model=pb.Model(hidden_size=H), layers=[pb.Layer(num_experts=E)]))
+    made.save(tmp_path / "r.npz")
+    assert len(Recording.load(tmp_path / "r.npz")) == len(recorder)
+
+
 def made(**changes):
     arrays = {
         "at_us": np.array([0, 10, 20]),
@@ -179,8 +238,10 @@ def test_a_file_that_is_no_recording(tmp_path, changes, why):
         Recording.load(tmp_path / "r.npz")
     assert "want what expertctl record wrote" in str(told.value)
     (tmp_path / "text").write_text("no")
-    with pytest.raises(ValueError, match="cannot be read as a recording"):
-        Recording.load(tmp_path / "text")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("text", "pipe", "away", "."):
+        with pytest.raises(ValueError, match="cannot be read as a recording"):
+            Recording.load(tmp_path / name)
 
 
 @pytest.mark.parametrize("experts", [[8, 8], "0-1", None, {"0": None}, {"x": 8}])
@@ -205,7 +266,7 @@ def test_what_a_small_file_says_of_its_size_is_not_believed(tmp_path, monkeypatc
             archive.writestr(name, data)
     with pytest.raises(ValueError, match="want fewer"):
         Recording.load(path)
-    monkeypatch.setattr(recording, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(recording, "MOST_BYTES", 1 << 20)
     made(topk_ids=np.zeros(1 << 18, np.int32)).save(path)
     assert path.stat().st_size < 10_000
     with pytest.raises(ValueError, match="want fewer"):

@@ -25,6 +25,7 @@ from expertd.shm.region import host_id
 from expertd.tcp.entry import connect, enter, parse_endpoint
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client import Credentials, ExpertClient
+from expertd_client.transports.credentials import Rotating
 from expertd_client.transports.grpc.sync import GrpcTransport
 from expertd_client.transports.shm.connection import ShmTransport, enter_session
 from expertd_client.transports.tcp.connection import TcpTransport
@@ -254,6 +255,58 @@ def test_broken_files_leave_what_was_good_and_are_told(serve, ca, tls, caplog):
     away.rename(tls["tls_key"])
     call(host.address, Credentials(ca=ca.ca))
     assert count("expertd_files_broken", {"what": "tls"}) == 0, "the same file is back"
+
+
+@pytest.mark.parametrize("file", ["tls_cert", "tls_key", "tls_client_ca", "callers"])
+def test_a_pipe_or_a_device_in_the_place_of_a_file_holds_up_nobody(serve, ca, tls, tmp_path, file):
+    trusted, callers = tmp_path / "trusted.pem", tmp_path / "callers.toml"
+    trusted.write_bytes(ca.ca.read_bytes())
+    callers.write_text('[callers.pool]\ncertificates = ["worker"]\nrights = ["call"]\n')
+    shown = Credentials(True, ca.ca, *ca.sign("worker"))
+    files = {**tls, "tls_client_ca": trusted, "callers": callers}
+    host = serve(**files)
+    away = files[file].rename(tmp_path / "away")
+    count = host.metrics.registry.get_sample_value
+    broken = {"what": "callers" if file == "callers" else "tls"}
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(files[file])
+        call(host.address, shown)
+        until(lambda: call(host.address, shown) or count("expertd_files_broken", broken) == 1)
+        files[file].unlink()
+    away.rename(files[file])
+    until(lambda: call(host.address, shown) or count("expertd_files_broken", broken) == 0)
+
+
+@pytest.mark.parametrize("option", ["tls_cert", "tls_client_ca", "callers"])
+def test_a_pipe_is_no_file_at_the_start_either(tls, tmp_path, option):
+    os.mkfifo(tmp_path / "pipe")
+    config = ServeConfig(checkpoint=tmp_path / "none", device="cpu", **{**tls, option: tmp_path / "pipe"})
+    with pytest.raises(BootError, match=f"--{option.replace('_', '-')} .*pipe: cannot be read: is no regular file"):
+        Host(config).start()
+
+
+def test_no_file_of_a_clients_credentials_is_waited_for(ca, tmp_path):
+    """What was good stays, for the channel; sockets beside it are told what is wrong."""
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    certificate, key = ca.sign("worker")
+    shown = Credentials(True, ca.ca, certificate, key, token)
+    channels = Rotating(shown, lambda secure, options: grpc.insecure_channel("localhost:1"), lambda c: c.close())
+    first = channels.now()
+    for path in (ca.ca, certificate, key, token):
+        away = path.rename(tmp_path / "away")
+        os.mkfifo(path)
+        channels.refresh()
+        assert channels.now() is first
+        with pytest.raises(OSError, match="is no regular file"):
+            shown.metadata() if path == token else shown.context()
+        path.unlink()
+        away.rename(path)
+    shown.context()
+    token.write_text(OTHER)
+    channels.refresh()
+    assert channels.now() is not first
+    channels.close()
 
 
 def test_when_the_certificate_expires_is_a_metric_also_of_a_new_one(serve, ca, tls):

@@ -53,7 +53,11 @@ def add_parser(subparsers: Any, text: str) -> None:
         help="how long to record, for example 30 (seconds) or 2m (default: until Ctrl-C)",
     )
     parser.add_argument(
-        "--requests", type=at_least(1), default=1_000_000, metavar="N", help="most requests (default: 1,000,000)"
+        "--requests",
+        type=at_least(1),
+        default=1_000_000,
+        metavar="N",
+        help="most requests (default: 1,000,000); 1 GiB of routes ends it, too",
     )
 
 
@@ -81,6 +85,7 @@ async def _record(args: argparse.Namespace) -> Recording:
     async with AsyncExpertClient(args.address, credentials=credentials(args)) as client:
         described: pb.DescribeResponse = await client.describe(timeout_s=args.timeout)
     recorder = Recorder(args.requests)
+    recorder.recording(described).check()  # what it says of itself, before anything waits for it
     proxy = Proxy(args.address, args.listen, credentials(args), recorder)
     with stoppable(recorder.full.set, proxy.hurry):
         async with proxy:

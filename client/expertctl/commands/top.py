@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import math
 import re
 import sys
 import time
@@ -12,6 +14,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from rich.console import Console
@@ -35,6 +38,8 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 _SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})?[ \t]+(\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _HOTTEST = 3
+_MOST_BYTES, _MOST_DIGITS = 64 << 20, 9
+"""Of metrics, which hold a line for each expert where it is wanted; of a layer's or an expert's number."""
 _NO_METRICS = "tokens/s, busy, queue, GPU and hottest need --metrics PORT (usually 9464)"
 
 
@@ -158,15 +163,40 @@ class _Look:
         if not self._metrics:
             return {}
         try:
-            with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=self._timeout_s) as answer:
-                return samples(answer.read().decode("utf-8", "replace"))
-        except OSError:
+            with _OPENER.open(f"http://{self._metrics}/metrics", timeout=self._timeout_s) as answer:
+                return samples(_read(answer, time.monotonic() + self._timeout_s).decode("utf-8", "replace"))
+        except (OSError, HTTPException):
             return {}
 
 
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """No server sends this program elsewhere."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_Stay)
+
+
+def _read(answer: Any, end_s: float) -> bytes:
+    """Raises OSError where it is too long, or comes too slowly."""
+    parts, left = [], _MOST_BYTES
+    while piece := answer.read1(min(left, 1 << 16)):
+        parts.append(piece)
+        left -= len(piece)
+        if left <= 0 or time.monotonic() > end_s:
+            raise OSError("metrics: too many, or too slow")
+    return b"".join(parts)
+
+
 def samples(text: str) -> Samples:
-    """Of Prometheus' text."""
-    return {(name, frozenset(_LABEL.findall(labels))): float(v) for name, labels, v in _SAMPLE.findall(text)}
+    """Of Prometheus' text; what is none is left out."""
+    found = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        with contextlib.suppress(ValueError):
+            found[name, frozenset(_LABEL.findall(labels))] = float(value)
+    return found
 
 
 def row_of(before: Seen, after: Seen) -> TopEntry:
@@ -213,10 +243,18 @@ def _only(told: Samples, name: str, label: str = "", value: str = "") -> float |
 
 
 def _hottest(grew: Samples) -> list[tuple[int, int, float]]:
-    routes = {k[1]: v for k, v in grew.items() if k[0] == "expertd_expert_tokens_total" and v > 0}
+    routes = {_place(k[1]): v for k, v in grew.items() if k[0] == "expertd_expert_tokens_total" and 0 < v < math.inf}
+    routes.pop(None, None)
     whole = sum(routes.values())
     most = sorted(routes.items(), key=lambda item: -item[1])[:_HOTTEST]
-    return [(int(dict(of)["layer"]), int(dict(of)["expert"]), n / whole) for of, n in most]
+    return [(*place, n / whole) for place, n in most if place is not None]
+
+
+def _place(labels: frozenset[tuple[str, str]]) -> tuple[int, int] | None:
+    """(layer, expert), where they are numbers."""
+    of = dict(labels)
+    layer, expert = (of.get(name, "")[:_MOST_DIGITS] for name in ("layer", "expert"))
+    return (int(layer), int(expert)) if layer.isdecimal() and expert.isdecimal() else None
 
 
 def _table(rows: Sequence[TopEntry]) -> Table:

@@ -13,6 +13,7 @@ from rich.table import Table
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, duration_s
 from expertd.common.tables import console, print_table
+from expertd.errors import printable
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.weights import Updater
 
@@ -58,10 +59,10 @@ def run(args: argparse.Namespace) -> int:
             done = f"{status.layers_done} of {status.layers} layers"
             out.print(f"{address}: version {status.version} is {state}, {done}", soft_wrap=True)
         if status.last_error:
-            out.print(f"{address}: the last update failed: {status.last_error}", soft_wrap=True)
+            out.print(f"{address}: the last update failed: {printable(status.last_error)}", soft_wrap=True)
     for (number, folder), servers in _folders(found).items():
-        out.print(f"version {number} was read from {folder} by {', '.join(servers)}", soft_wrap=True)
-    served = {status.versions[0].number for status in found.values()}
+        out.print(f"version {number} was read from {printable(folder)} by {', '.join(servers)}", soft_wrap=True)
+    served = {status.versions[0].number for status in found.values() if status.versions}
     if len(served) > 1:
         out.print(f"servers serve several versions: {', '.join(map(str, sorted(served)))}")
     return 0
@@ -104,6 +105,12 @@ def _table(found: Mapping[str, pb.GetUpdateResponse]) -> Table:
         for n, v in enumerate(status.versions):
             ready = datetime.fromtimestamp(v.ready_unix_ns * 1e-9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
             serves = "served" if v.serving else "before"
-            row: Sequence[str] = ("" if n else address, str(v.number), serves, v.label, v.source, ready)
-            table.add_row(*row, v.digest[:_DIGEST])
+            row: Sequence[str] = (
+                "" if n else address,
+                str(v.number),
+                serves,
+                *(printable(t, 256) for t in (v.label, v.source)),
+                ready,
+            )
+            table.add_row(*row, printable(v.digest[:_DIGEST]))
     return table

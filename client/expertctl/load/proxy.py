@@ -10,14 +10,14 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
-from expertctl.load.recording import DRAWN, Recording
+from expertctl.load.recording import DRAWN, MOST_BYTES, Recording, bytes_of
 from expertd.codec import ForwardRequestView, TensorView, decode_forward_request, decode_stream_request
 from expertd.codec.values import Spelling
 from expertd.common.grouped import experts_of_rows
@@ -41,39 +41,45 @@ _UNARY = (
     "/grpc.health.v1.Health/Check",
 )
 """Handed on as what they are: a stream that the server refuses at once may hide why (grpc_common.hidden_status)."""
+_HEADER_BYTES = 16 << 20
+"""Left of a file for its header."""
 _OF_A_HOP = ("grpc-", "te", "user-agent", "content-type", ":")
 """Beginnings of metadata that gRPC makes itself."""
 
 
 class Recorder:
-    """Notes requests.  most: after so many `full` is set, and no more are noted."""
+    """Notes requests that a file can hold.  most: after so many, or when the file would be too large to be read,
+    `full` is set, and no more are noted."""
 
     def __init__(self, most: int) -> None:
         self._most, self.full = most, asyncio.Event()
         self._at_ns: list[int] = []
         self._heads: list[tuple[int, int, int]] = []
         self._ids: list[NDArray[np.int32]] = []
+        self._left = MOST_BYTES - _HEADER_BYTES
 
     def __len__(self) -> int:
         return len(self._heads)
 
     def note(self, v: ForwardRequestView, at_ns: int) -> None:
-        """One request; what has no shape is left to the server to refuse."""
+        """One request; what has no shape, or one that no server takes, is left to the server to refuse."""
         if self.full.is_set() or v.hidden_states is None or not v.hidden_states.shape:
             return
-        tokens = v.hidden_states.shape[0]
-        if v.grouped is not None:
-            try:
-                wide, top_k = experts_of_rows(v.grouped, tokens), 1
-            except BadShapeError:
+        tokens, top_k = v.hidden_states.shape[0], 1
+        if v.grouped is None:
+            if v.topk_ids is None or len(v.topk_ids.shape) != 2:
                 return
-            ids = np.minimum(wide, np.iinfo(np.int32).max).astype(np.int32)
-        elif v.topk_ids is not None and len(v.topk_ids.shape) == 2:
-            ids, top_k = _ids(v.topk_ids), v.topk_ids.shape[1]
-        else:
+            top_k = v.topk_ids.shape[1]
+            if v.topk_ids.shape[0] != tokens:
+                return
+        nbytes = bytes_of(v.layer, tokens, top_k)
+        ids = _ids(v, tokens) if nbytes else None  # sizes first: a message of a few bytes may say any
+        if ids is None or len(ids) != tokens * top_k or (ids < DRAWN).any():
             return
-        if len(ids) != tokens * top_k or (ids < DRAWN).any():
+        if nbytes > self._left:
+            self.full.set()
             return
+        self._left -= nbytes
         self._at_ns.append(at_ns)
         self._heads.append((v.layer, tokens, top_k))
         self._ids.append(ids)
@@ -81,8 +87,11 @@ class Recorder:
             self.full.set()
 
     def recording(self, described: pb.DescribeResponse) -> Recording:
+        """Without requests for layers and experts that the server does not have: it refused them."""
+        experts = {layer.layer: layer.num_experts for layer in described.layers}
         at = np.asarray(self._at_ns, np.int64)
-        order = np.argsort(at, kind="stable")
+        good = [n for n in np.argsort(at, kind="stable").tolist() if self._in(experts, n)]
+        order = np.asarray(good, np.int64)
         heads = np.asarray(self._heads, np.int32).reshape(-1, 3)[order]
         ids = [self._ids[n] for n in order]
         return Recording(
@@ -93,18 +102,37 @@ class Recorder:
             topk_ids=np.concatenate(ids) if ids else np.empty(0, np.int32),
             fingerprint=described.model.fingerprint,
             hidden_size=described.model.hidden_size,
-            num_experts={layer.layer: layer.num_experts for layer in described.layers},
+            num_experts=experts,
         )
 
+    def _in(self, experts: Mapping[int, int], n: int) -> bool:
+        return int(self._ids[n].max(initial=-1)) < experts.get(self._heads[n][0], 0)
 
-def _ids(t: TensorView) -> NDArray[np.int32]:
-    """Flat."""
+
+def _ids(v: ForwardRequestView, tokens: int) -> NDArray[np.int32] | None:
+    """[routes], those that no int32 holds as the largest; None: they do not fit the rows."""
+    if v.grouped is None:
+        assert v.topk_ids is not None
+        return _plain_ids(v.topk_ids)
+    try:
+        return _narrow(experts_of_rows(v.grouped, tokens))
+    except BadShapeError:
+        return None
+
+
+def _narrow(ids: NDArray[Any]) -> NDArray[np.int32]:
+    bounds = np.iinfo(np.int32)
+    made: NDArray[np.int32] = np.clip(ids, bounds.min, bounds.max).astype(np.int32)
+    return made
+
+
+def _plain_ids(t: TensorView) -> NDArray[np.int32]:
     if t.spelling == Spelling.RAW:
         dtype = np.dtype("<i8" if t.dtype == pb.DATA_TYPE_I64 else "<i4")
         raw = np.frombuffer(t.raw, np.uint8)
-        return raw[: raw.size // dtype.itemsize * dtype.itemsize].view(dtype).astype(np.int32)
+        return _narrow(raw[: raw.size // dtype.itemsize * dtype.itemsize].view(dtype))
     if t.spelling == Spelling.INTS:
-        return np.asarray(t.ints, np.int64).astype(np.int32)
+        return _narrow(np.asarray(t.ints, np.int64))
     return np.full(t.shape[0] * t.shape[1], DRAWN, np.int32)
 
 

@@ -40,7 +40,7 @@ from expertd.errors import printable
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.request import Request
 
-__all__ = ["DRAWN", "Recording", "replayed", "routes_of"]
+__all__ = ["DRAWN", "MOST_BYTES", "Recording", "bytes_of", "replayed", "routes_of"]
 
 FORMAT = 1
 DRAWN = -2
@@ -54,8 +54,10 @@ _MOST_US = 366 * 86_400 * 1_000_000
 """A year: what is later would be waited for."""
 _MOST_TOKENS, _MOST_TOP_K, _MOST_HIDDEN = 1 << 15, 1 << 8, 1 << 17
 """Of a request: what is replayed draws hidden states and weights of the largest."""
-_MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 30
 """Of all arrays of a file, when they are unpacked."""
+_HEAD_BYTES = 20
+"""Of a request, beside its routes."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Recording:
     def load(cls, path: Path) -> Recording:
         """Raises ValueError."""
         try:
-            if path.is_file() and not zipfile.is_zipfile(path):
-                raise ValueError("it is no .npz file")  # numpy would try to unpickle it
+            if path.exists() and not (path.is_file() and zipfile.is_zipfile(path)):
+                raise ValueError("it is no .npz file")  # numpy would try to unpickle it; a pipe would be waited for
             _check_sizes(path)
             with np.load(path, allow_pickle=False) as found:
                 header: dict[str, Any] = json.loads(str(found["header"][()]))
@@ -147,9 +149,16 @@ class Recording:
                 raise ValueError(f"num_experts: got none of layer {layer}, want all layers that were called")
 
 
+def bytes_of(layer: int, tokens: int, top_k: int) -> int:
+    """What a request takes of a file, unpacked; 0: no file has such a one."""
+    if layer > LIMIT or tokens > _MOST_TOKENS or top_k > _MOST_TOP_K:
+        return 0
+    return _HEAD_BYTES + 4 * tokens * top_k
+
+
 def _check_sizes(path: Path) -> None:
     """Before numpy makes room for what a file says that it holds.  Raises ValueError, OSError, zipfile.BadZipFile."""
-    left = _MOST_BYTES
+    left = MOST_BYTES
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             with archive.open(member) as file:
@@ -158,7 +167,7 @@ def _check_sizes(path: Path) -> None:
                 shape, _, dtype = read(file)
             left -= max(member.file_size, math.prod(shape) * dtype.itemsize)
             if left < 0:
-                raise ValueError(f"got more than {_MOST_BYTES} bytes, want fewer")
+                raise ValueError(f"got more than {MOST_BYTES} bytes, want fewer")
 
 
 def routes_of(recording: Recording, shape: LayerShape, tokens: int) -> Iterator[NDArray[np.int32]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from expertd.common.files import named, read_file
 from expertd_client.transports.grpc import common
 
 __all__ = ["Credentials", "Methods", "Rotating"]
@@ -26,6 +27,9 @@ __all__ = ["Credentials", "Methods", "Rotating"]
 _LOOK_S, _LINGER_S = 1.0, 600.0
 """How often files are looked at; and how long a channel without streams stays after it was replaced: unary calls may be
 under way on it."""
+
+_MOST_BYTES = 8 << 20
+"""Of each file; all authorities of a system have 0.2 MiB."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +66,29 @@ class Credentials:
         """For gRPC, of what the files hold now.  Raises OSError; ValueError where they are no pair."""
         if not self.secure:
             return None
-        if self.certificate is not None and self.key is not None:
-            try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(self.certificate, self.key)
-            except ssl.SSLError as e:
-                raise ValueError(f"credentials: {self.certificate} and {self.key} are no pair: {e.reason}") from None
-        ca, certificate, key = (
-            None if p is None else Path(p).read_bytes() for p in (self.ca, self.certificate, self.key)
-        )
+        ca, certificate, key = (None if p is None else _read(p) for p in (self.ca, self.certificate, self.key))
+        if certificate is not None and key is not None:
+            self._load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), certificate, key)
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def context(self) -> ssl.SSLContext:
-        """For sockets beside a channel, of what the files hold now: as strict as the channel.  Raises OSError."""
-        made = ssl.create_default_context(cafile=None if self.ca is None else os.fspath(self.ca))
+        """For sockets beside a channel, of what the files hold now: as strict as the channel.  Raises OSError;
+        ValueError where they are no pair."""
+        if self.ca is None:
+            made = ssl.create_default_context()
+        else:
+            with named(_read(self.ca)) as ca:
+                made = ssl.create_default_context(cafile=ca)
         if self.certificate is not None and self.key is not None:
-            made.load_cert_chain(self.certificate, self.key)
+            self._load_pair(made, _read(self.certificate), _read(self.key))
         return made
+
+    def _load_pair(self, context: ssl.SSLContext, certificate: bytes, key: bytes) -> None:
+        try:
+            with named(certificate) as at, named(key) as key_at:
+                context.load_cert_chain(at, key_at)
+        except ssl.SSLError as e:
+            raise ValueError(f"credentials: {self.certificate} and {self.key} are no pair: {e.reason}") from None
 
     def options(self) -> list[tuple[str, Any]]:
         return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
@@ -86,10 +97,15 @@ class Credentials:
         """Of every call.  Raises OSError; ValueError where the file holds no token."""
         if self.token_file is None:
             return ()
-        token = Path(self.token_file).read_text("ascii", errors="replace").strip()
+        token = _read(self.token_file).decode("ascii", errors="replace").strip()
         if not token or not token.isprintable() or " " in token or not token.isascii():
             raise ValueError(f"credentials: {self.token_file}: holds no token, want one on a line of its own")
         return (("authorization", f"Bearer {token}"),)
+
+
+def _read(path: str | os.PathLike[str]) -> bytes:
+    """Raises OSError."""
+    return read_file(path, _MOST_BYTES)
 
 
 class Methods:

@@ -37,10 +37,19 @@ def inside(path: Path, root: Path) -> Path:
 def read_json(path: Path, root: Path, most: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """A JSON object from a file of the checkpoint; most: its bytes."""
     real = inside(path, root)
-    status = real.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-        raise CheckpointError(f"{path.name}: is no regular file of at most {most >> 20} MiB")
-    return read_json_bytes(real.read_bytes(), path.name)
+    try:
+        fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is not waited for
+    except OSError as e:
+        raise CheckpointError(f"{path.name}: cannot be opened: {e.strerror}") from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            raise CheckpointError(f"{path.name}: is no regular file of at most {most >> 20} MiB")
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(status.st_size)
+    finally:
+        os.close(fd)
+    return read_json_bytes(data, path.name)
 
 
 def read_json_bytes(data: bytes, subject: str) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from expertd.errors import printable
 
 __all__ = ["VerdictRow", "console", "duration", "print_sentence", "print_table", "print_verdicts"]
 
@@ -28,8 +31,24 @@ class VerdictRow(NamedTuple):
 def console(columns: int = 120) -> Console:
     """Standard output: as wide as a terminal; so many columns in a file, so that no report is cut there.  Nothing in
     brackets or between colons has a meaning: [fd00::12:34]:50051 is an address."""
-    plain = Console(highlight=False, markup=False, emoji=False)
-    return plain if plain.is_terminal else Console(highlight=False, markup=False, emoji=False, width=columns)
+    plain = _Console(highlight=False, markup=False, emoji=False)
+    return plain if plain.is_terminal else _Console(highlight=False, markup=False, emoji=False, width=columns)
+
+
+class _Console(Console):
+    """Escapes what a terminal would obey: texts of servers and files stand in tables.  rich lets escape sequences of a
+    text through."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.replace("\n", "").isprintable():
+                yield segment
+            else:
+                yield Segment(_shown(segment.text), segment.style)
+
+
+def _shown(text: str) -> str:
+    return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 
 def print_table(out: Console, table: Table) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from expertd.common.files import read_file
 from expertd_kernels.sources.source import LayerInfo
 from expertd_server.boot.assignment import WrongOptionError
 from expertd_server.config.serve import ServeConfig
-from expertd_server.service.reloading import FileError
+from expertd_server.service.reloading import MOST_BYTES, FileError
 from expertd_server.transports.grpc import channelz
 from expertd_server.transports.security import Gate, Security, check_tls
 
@@ -50,7 +51,7 @@ def _check_files(config: ServeConfig) -> None:
         path = getattr(config, option)
         try:
             if path is not None:
-                path.read_bytes()
+                read_file(path, MOST_BYTES)
         except OSError as e:
             flag = f"--{option.replace('_', '-')}"
             raise WrongOptionError(f"{flag} {path}: cannot be read: {e.strerror}") from None

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from expertd.common.files import named
 from expertd.errors import ExpertdError
 from expertd_server.service.access import CALL, Access, parse_access
 from expertd_server.service.reloading import FileError, Reloading
@@ -95,31 +96,35 @@ def check_tls(s: Security) -> None:
 
 def _context(paths: Sequence[Path], data: Sequence[bytes]) -> ssl.SSLContext:
     """Raises FileError."""
-    _configuration(paths, data)  # which says what is wrong
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(paths[0], paths[1], password=_no_password)
-    if len(data) > 2:
-        context.load_verify_locations(cadata=data[2].decode("ascii"))
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    made = _checked(paths, data)
+    made.verify_mode = ssl.CERT_REQUIRED if len(data) > 2 else ssl.CERT_NONE
+    return made
 
 
 def _configuration(paths: Sequence[Path], data: Sequence[bytes]) -> Any:
-    """Raises FileError where key and certificate are no pair, or something is no PEM."""
-    certificate, key = data[0], data[1]
-    try:  # ssl reads files alone; that they are still those of `data` is looked at afterwards
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(paths[0], paths[1], password=_no_password)
+    """Raises FileError."""
+    _checked(paths, data)
+    roots = data[2] if len(data) > 2 else None
+    return grpc.ssl_server_certificate_configuration([(data[1], data[0])], root_certificates=roots)
+
+
+def _checked(paths: Sequence[Path], data: Sequence[bytes]) -> ssl.SSLContext:
+    """Of what was read of the paths, not of what lies there now.  Raises FileError where key and certificate are no
+    pair, or something is no PEM."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        with named(data[0]) as certificate, named(data[1]) as key:
+            context.load_cert_chain(certificate, key, password=_no_password)
     except (ssl.SSLError, ValueError, OSError) as e:
         why = getattr(e, "reason", None) or type(e).__name__
         raise FileError(f"{paths[0]} and {paths[1]}: are no certificate and its key in PEM: {why}") from None
     if len(data) > 2:
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=data[2].decode("ascii"))
+            context.load_verify_locations(cadata=data[2].decode("ascii"))
         except (ssl.SSLError, ValueError) as e:
             why = getattr(e, "reason", None) or type(e).__name__
             raise FileError(f"{paths[2]}: are no certificates in PEM: {why}") from None
-    roots = data[2] if len(data) > 2 else None
-    return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=roots)
+    return context
 
 
 def _no_password() -> str:

@@ -10,17 +10,22 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from expertd.common.files import read_file
+from expertd.errors import printable
 from expertd_kernels.checkpoint import CheckpointError, open_checkpoint
 from expertd_kernels.checkpoint.checkpoint import Checkpoint
 from expertd_kernels.checkpoint.kept import open_kept, write_layer
 from expertd_kernels.common.atomic_file import replacing
 from expertd_server.boot.assignment import WrongOptionError
-from expertd_server.updates.versions import CHECKPOINT, START, TENSORS, Version
+from expertd_server.updates.versions import CHECKPOINT, MOST_NUMBER, START, TENSORS, Version
 
 __all__ = ["Served", "Store"]
+
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,36 @@ class Served:
     version: Version
     highest: int
     fingerprint: str
+
+
+def _served(found: Any) -> Served:
+    """Of the JSON in the file, which others may have written.  Raises ValueError, TypeError."""
+    facts = _fields(found, Served)
+    served = Served(**{**facts, "version": Version(**_fields(facts.get("version"), Version))})
+    version = served.version
+    for name, number in (
+        ("number", version.number),
+        ("ready_unix_ns", version.ready_unix_ns),
+        ("highest", served.highest),
+    ):
+        if not 0 <= number <= MOST_NUMBER:
+            raise ValueError(f"{name}: got {number}, want 0 to {MOST_NUMBER}")
+    if version.source not in (START, TENSORS, CHECKPOINT):
+        raise ValueError(f"source: got {version.source!r}, want {START}, {TENSORS} or {CHECKPOINT}")
+    if not version.folder.isprintable():
+        raise ValueError(f"folder: got {version.folder!r}, want no control characters")
+    return served
+
+
+def _fields(found: Any, of: type[Served] | type[Version]) -> dict[str, Any]:
+    """Those of the class that are there, each of its type.  Raises ValueError."""
+    if not isinstance(found, dict) or not set(found) <= {f.name for f in fields(of)}:
+        raise ValueError(f"got {found!r:.80}, want an object with {', '.join(f.name for f in fields(of))}")
+    for f in (f for f in fields(of) if f.name in found):
+        kind = {"int": int, "str": str}.get(str(f.type), dict)
+        if type(found[f.name]) is not kind:
+            raise ValueError(f"{f.name}: got {found[f.name]!r:.80}, want {kind.__name__}")
+    return found
 
 
 class Store:
@@ -45,17 +80,17 @@ class Store:
             return None
         path = self._root / "served.json"
         try:
-            found = json.loads(path.read_bytes())
-            served = Served(Version(**found["version"]), int(found["highest"]), str(found["fingerprint"]))
+            served = _served(json.loads(read_file(path, _MOST_BYTES)))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, TypeError, RecursionError) as e:
             raise WrongOptionError(
-                f"--held: {path}: cannot be read: {e}; delete {self._root} to serve the start"
+                f"--held: {path}: cannot be read: {printable(str(e), 300)}; delete {self._root} to serve the start"
             ) from e
         if served.fingerprint != fingerprint:
+            got = printable(served.fingerprint, 128)
             raise WrongOptionError(
-                f"--held: {path}: got an update of model {served.fingerprint}, want one of {fingerprint}, which"
+                f"--held: {path}: got an update of model {got}, want one of {fingerprint}, which"
                 " --checkpoint is; give --checkpoint the folder from before the update, which stays after it, or delete"
                 f" {self._root} to serve another model than the other servers"
             )

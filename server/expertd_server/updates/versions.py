@@ -12,9 +12,11 @@ import numpy as np
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_server.boot.layers import Booted
 
-__all__ = ["CHECKPOINT", "START", "TENSORS", "Version", "digest_of", "version_message"]
+__all__ = ["CHECKPOINT", "MOST_NUMBER", "START", "TENSORS", "Version", "digest_of", "version_message"]
 
 START, TENSORS, CHECKPOINT = "start", "tensors", "checkpoint"
+MOST_NUMBER = (1 << 63) - 1
+"""Of a version: each has one that follows it."""
 
 
 @dataclass(frozen=True)

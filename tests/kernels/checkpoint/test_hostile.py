@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -206,6 +207,46 @@ def test_headers_that_lie(sound: Path, change: Callable[[dict[str, Any]], None],
         everything(sound)
 
 
+EVIL = "x\n2026-01-01T00:00:00Z INFO served\r\x1b[2J\x1b]0;title\x07\x9b31m\u202e\0" + "long" * 100_000
+
+
+def _named(h: dict[str, Any], entry: Any) -> None:
+    h[EVIL] = entry
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        7,
+        {"dtype": "I32", "shape": [8, 32], "data_offsets": [0, 1024]},
+        {"dtype": "I32", "shape": [8, 32], "data_offsets": [0, 2**63]},
+        {"dtype": EVIL, "shape": [EVIL], "data_offsets": [0, 1024]},
+    ],
+    ids=["a number", "an overlap", "2^63 bytes", "a shape of text"],
+)
+def test_a_name_forges_no_line_and_obeys_no_terminal(sound: Path, entry: Any) -> None:
+    edit_header(shard_of(sound, T), lambda h: _named(h, entry))
+    with pytest.raises(CheckpointError) as e:
+        everything(sound)
+    assert str(e.value).isprintable()
+    assert len(str(e.value)) < 10_000
+
+
+@pytest.mark.parametrize("where", ["tensor", "file", "config"])
+def test_what_an_index_or_a_configuration_says_forges_nothing_either(sound: Path, where: str) -> None:
+    index = sound / "model.safetensors.index.json"
+    if where == "config":
+        edit_json(sound / "config.json", lambda c: c.update({"model_type": EVIL, "quantization_config": {EVIL: EVIL}}))
+    elif where == "tensor":
+        edit_json(index, lambda v: v["weight_map"].update({EVIL: shard_of(sound, T).name}))
+    else:
+        edit_json(index, lambda v: v["weight_map"].update({T: f"{EVIL[:40]}.safetensors"}))
+    with pytest.raises(CheckpointError) as e:
+        everything(sound)
+    assert str(e.value).isprintable()
+    assert len(str(e.value)) < 10_000
+
+
 def test_every_truncation_is_noticed(sound: Path) -> None:
     shard = shard_of(sound, T)
     data = shard.read_bytes()
@@ -321,6 +362,25 @@ def test_links_inside_the_folder_and_into_the_hub_cache(sound: Path) -> None:
     (snapshot / "config.json").symlink_to(sound / "config.json")
     with pytest.raises(CheckpointError, match=r"config\.json: is a link out of"):
         open_checkpoint(snapshot)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("what", ["pipe", "folder", "socket", "sparse"])
+def test_json_that_is_no_file(sound: Path, file: str, what: str) -> None:
+    path = sound / file
+    path.unlink()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "socket":
+        os.mknod(path, 0o600 | stat.S_IFSOCK)
+    else:
+        with path.open("wb") as f:
+            f.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match=rf"{file}: (is no regular file|cannot be opened)"):
+        open_checkpoint(sound)
 
 
 def test_files_that_are_no_files(sound: Path) -> None:

@@ -3,10 +3,11 @@
 import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
-from expertd.common.files import read_file
+from expertd.common.files import named, read_file
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -55,3 +56,13 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, what):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "nowhere", 1)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_bytes_have_a_path_as_long_as_it_is_wanted(monkeypatch, memory):
+    if not memory:  # as where Linux is not
+        monkeypatch.delattr(os, "memfd_create")
+    with named(b"one") as one, named(b"two") as two:
+        assert [Path(path).read_bytes() for path in (one, two, one)] == [b"one", b"two", b"one"]
+        assert os.stat(one).st_mode & 0o077 == 0 or memory
+    assert not os.path.exists(one)

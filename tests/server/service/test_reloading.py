@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+import threading
 
 import pytest
 
@@ -99,3 +101,58 @@ def test_it_is_looked_at_no_more_often_than_asked(tmp_path):
     assert reloading.current() == "first"
     assert reloading.refresh()
     assert reloading.current() == "second"
+
+
+def _folder(path):
+    path.mkdir()
+
+
+def _large(path):
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+NO_FILES = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": _folder,
+    "socket": lambda path: os.mknod(path, 0o600 | stat.S_IFSOCK),
+    "1 TiB": _large,
+    "nothing": lambda path: path.symlink_to("/nowhere"),
+    "loop": lambda path: path.symlink_to(path),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_is_not_waited_for_and_leaves_what_was_good(watched, what):
+    """gRPC holds a lock while it asks for certificates: whoever waits there lets no client in."""
+    away = watched.path.rename(watched.path.with_suffix(".away"))
+    NO_FILES[what](watched.path)
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.extend(watched.reloading.current() for _ in range(2)), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == ["first"] * 2
+    assert watched.told == [False]
+    os.rename(watched.path, watched.path.with_suffix(".bad"))
+    away.rename(watched.path)
+    assert watched.reloading.current() == "first"
+    assert watched.told == [False, True]
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError, UnicodeError, KeyError], ids=lambda e: e.__name__)
+def test_a_parser_that_fails_otherwise_leaves_what_was_good(tmp_path, caplog, error):
+    """No caller gets it."""
+
+    def loads(data):
+        if data[0] != b"first":
+            raise error("a secret of the file")
+        return load(data)
+
+    watched = Watched(tmp_path / "file", loads)
+    watched.path.write_text("other")
+    assert [watched.reloading.current() for _ in range(2)] == ["first"] * 2
+    assert watched.told == [False]
+    assert f"{watched.path}: cannot be used: {error.__name__}" in caplog.text
+    assert "secret" not in caplog.text

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import subprocess
 import sys
+import threading
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +21,8 @@ from expertd.errors import ChangeRefusedError, ChangeUnknownError
 from expertd.v1 import weights_service_pb2 as pb
 from expertd_server.boot.assignment import WrongOptionError
 from expertd_server.config.values import Ranges
+from expertd_server.updates.store import Served, Store
+from expertd_server.updates.versions import Version
 
 pytestmark = pytest.mark.timeout(180)
 REFUSED = (ChangeRefusedError, ChangeUnknownError)
@@ -173,6 +178,75 @@ def test_a_broken_memory_of_what_was_served_is_said(serve, folder, broken):
     (folder.parent / "held.json.weights" / "served.json").write_text(broken)
     with pytest.raises(WrongOptionError, match=r"served\.json: cannot be read: .*; delete"):
         serve(config(folder))
+
+
+GOOD = {
+    "version": {"number": 7, "label": "seven", "source": "tensors", "folder": "", "ready_unix_ns": 1, "identity": ""},
+    "highest": 9,
+    "fingerprint": "f00d",
+}
+EVIL = [None, True, -1, 1.5, float("nan"), float("inf"), 2**63, 2**64, "", "x\n\x1b[2J", "../../etc", [], {}, [[]], b""]
+
+
+def _changed(field: str, value: object) -> dict[str, object]:
+    return {**GOOD, field: value} if field in GOOD else {**GOOD, "version": {**GOOD["version"], field: value}}
+
+
+@pytest.mark.parametrize("field", ["version", *GOOD["version"], "highest", "fingerprint", "more"])
+def test_what_was_served_is_read_with_fields_of_their_kind_alone(tmp_path, field):
+    """Whoever wrote the file: no traceback, no line of his own, no path that is made of its number."""
+    store, file = Store(tmp_path / "held"), tmp_path / "held.weights" / "served.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(GOOD))
+    assert store.recall("f00d") == Served(Version(**GOOD["version"]), 9, "f00d")
+    for value in EVIL:
+        if isinstance(value, bytes):
+            file.write_text(json.dumps({k: v for k, v in _changed(field, 0).items() if k != field}))
+            if field not in GOOD:
+                continue
+        else:
+            file.write_text(json.dumps(_changed(field, value)))
+        fits = field in ("label", "identity", "folder") and isinstance(value, str)
+        if fits and (field != "folder" or value.isprintable()):
+            assert store.recall("f00d") is not None
+        else:
+            with pytest.raises(WrongOptionError) as said:
+                store.recall("f00d")
+            text = str(said.value).replace(str(tmp_path), "")
+            assert text.isprintable()
+            assert len(text) < 1000
+
+
+@pytest.mark.parametrize("data", [b"[" * 200_000, b'{"highest": ' + b"9" * 5000 + b"}", b" " * (2 << 20), b"\xff", b""])
+def test_what_is_no_memory_of_what_was_served(tmp_path, data):
+    (tmp_path / "held.weights").mkdir()
+    (tmp_path / "held.weights" / "served.json").write_bytes(data)
+    with pytest.raises(WrongOptionError, match=r"served\.json: cannot be read: .*; delete"):
+        Store(tmp_path / "held").recall("f00d")
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "folder"])
+def test_what_is_no_file_does_not_hold_up_the_start(tmp_path, what):
+    path = tmp_path / "held.weights" / "served.json"
+    path.parent.mkdir()
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    said: list[str] = []
+
+    def recalled() -> None:
+        with pytest.raises(WrongOptionError) as e:
+            Store(tmp_path / "held").recall("f00d")
+        said.append(str(e.value))
+
+    thread = threading.Thread(target=recalled, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert len(said) == 1
+    assert "is no regular file" in said[0]
 
 
 def test_weights_that_are_gone_are_said(serve, folder):

@@ -18,7 +18,7 @@ from expertd_server.service.response import error_of
 from expertd_server.transports.security import Gate
 from expertd_server.transports.trainer_listener import TrainerListener
 from expertd_server.updates.updates import Job, UpdateRequest, Updates
-from expertd_server.updates.versions import version_message
+from expertd_server.updates.versions import MOST_NUMBER, version_message
 from expertd_server.views.describe import memory_message
 
 __all__ = ["MOST_MESSAGE_BYTES", "WeightsServicer"]
@@ -199,6 +199,8 @@ class WeightsServicer(stubs.WeightsServiceServicer):
             got = f"{len(request.checkpoint)} characters"
             want = f"a path of at most {_MOST_FOLDER} without control characters"
             raise MalformedMessageError.about("BeginUpdateRequest.checkpoint", got=got, want=want)
+        if request.version > MOST_NUMBER:
+            raise MalformedMessageError.about("version", got=request.version, want=f"at most {MOST_NUMBER}")
         if request.lease_s > _MOST_LEASE_S:
             raise MalformedMessageError.about("lease_s", got=request.lease_s, want=f"at most {_MOST_LEASE_S}")
         if request.fingerprint and request.fingerprint != self._fingerprint:

@@ -55,6 +55,7 @@ def test_a_name_is_short_and_is_not_repeated(stub, method, size):
     [
         ({"label": "l" * 257}, "label: got 257 characters"),
         ({"lease_s": 3601}, "lease_s: got 3601"),
+        ({"version": 2**64 - 1}, "version: got 18446744073709551615, want at most 9223372036854775807"),
         ({"checkpoint": "/tmp/a\0b"}, "checkpoint: got 8 characters, want a path of at most 4096 without control"),
         ({"checkpoint": "a\nb"}, "checkpoint: got 3 characters"),
         ({"checkpoint": "/" * 5000}, "checkpoint: got 5000 characters"),
