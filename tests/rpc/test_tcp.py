@@ -74,8 +74,8 @@ def test_it_is_asked_for(serve):
     host = serve(tcp_listen=None)
     with ExpertClient(host.address) as client:
         assert client.session().transport == "inline"
-        assert "--tcp-listen HOST:PORT switches it on" in client.session().refused["tcp"]
-    assert serve(tcp="off").service.offered["tcp"] != ""
+        assert "--tcp on switches it on, --tcp-listen HOST:PORT" in client.session().refused["tcp"]
+    assert serve(tcp="off").service.offered["tcp"] == "the server has it off (--tcp off); --tcp on switches it on"
     on = serve(tcp="on", tcp_listen=None)
     with ExpertClient(on.address) as client:
         assert client.session().transport == "tcp"
