@@ -97,8 +97,8 @@ def test_describe(tiny_server):
         {
             "transport": "shm",
             "refused": {
-                "tcp": "the server has it off (no --tcp-listen); --tcp on switches it on, --tcp-listen HOST:PORT at that"
-                " address"
+                "tcp": "the server has it off (no --tcp-listen); --tcp on switches it on, --tcp-listen HOST:PORT at"
+                " that address"
             },
         },
     )

@@ -192,7 +192,7 @@ def test_typed_contents_are_counted_as_values():
         text = f"hidden_states.contents: got {got}, want {shape[0] * shape[1]} for {shape}"
         with pytest.raises(BadByteCountError, match=re.escape(text)):
             read_request(made.SerializeToString())
-    with pytest.raises(BadByteCountError, match="topk_ids.contents: got 7 values, want"):
+    with pytest.raises(BadByteCountError, match=r"topk_ids\.contents: got 7 values, want"):
         read_request(typed_ids(7).SerializeToString())
 
 

@@ -58,7 +58,9 @@ def test_clients_take_it_where_there_is_no_shared_memory(serve, batch):
         assert "--shm off" in client.session().refused["shm"]
         assert list(client.describe().transports) == ["tcp"]
         for _ in range(3):
-            right(client.forward(*batch[0]), batch)
+            answer = client.forward(*batch[0])
+            right(answer, batch)
+            assert 0 < answer.timing.decode_ns < 1e9
         right(client.submit(*batch[0]).result(20), batch)
 
     async def in_a_loop():

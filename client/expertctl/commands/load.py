@@ -272,7 +272,8 @@ def _not_carried(args: argparse.Namespace) -> str:
     flags = [flag for flag in ("--synthetic", "--digest") if getattr(args, flag[2:])]
     if args.transport not in ("shm", "tcp") or not flags:
         return ""
-    return f"note: {' and '.join(flags)}: these requests travel over gRPC, though --transport {args.transport} is agreed on"
+    agreed = f"though --transport {args.transport} is agreed on"
+    return f"note: {' and '.join(flags)}: these requests travel over gRPC, {agreed}"
 
 
 def _plans(args: argparse.Namespace) -> list[LoadPlan]:

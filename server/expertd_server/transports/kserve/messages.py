@@ -173,7 +173,9 @@ def _typed(x: Any, field: str, contents: memoryview) -> Any:
     elements = _elements(x, field, contents)
     got, want = len(elements) // np.dtype(_TYPED[field]).itemsize, math.prod(x.shape)
     if got != want:
-        raise BadByteCountError.about(f"{x.name}.contents", got=f"{got} value{'s' * (got != 1)}", want=f"{want} for {list(x.shape)}")
+        raise BadByteCountError.about(
+            f"{x.name}.contents", got=f"{got} value{'s' * (got != 1)}", want=f"{want} for {list(x.shape)}"
+        )
     return elements
 
 
