@@ -1,15 +1,15 @@
 """What the KServe facade costs: the same batch as Forward and as ModelInfer, in turns, in one run.
 
-    python tests/load/kserve_cost.py ADDRESS [SECONDS]      a server with --kserve yes
+    python tests/load/kserve_cost.py ADDRESS [SECONDS]      a server with --kserve yes; seconds of each size
 
 Both are unary calls with raw bytes that were made before; what a client library does is in neither.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
-import sys
 import time
 
 import grpc
@@ -76,12 +76,25 @@ async def main(address: str, seconds: float) -> None:
                     took = await turn(channel, method, data, seconds / (2 * ROUNDS))
                     p50[method].append(statistics.median(took))
                     rate[method].append(len(took) / (seconds / (2 * ROUNDS)))
-            f, k = (statistics.median(p50[m]) * 1e6 for m in (FORWARD, INFER))
-            rates = [statistics.median(b / a for a, b in zip(rate[FORWARD], rate[INFER], strict=True))]
-            ratios = [statistics.median(b / a for a, b in zip(p50[FORWARD], p50[INFER], strict=True))]
-            print(f"M {tokens:4}: Forward p50 {f:6.0f} us, ModelInfer {k:6.0f} us, ratio {ratios[0]:.3f};"
-                  f" throughput ratio {rates[0]:.3f}")  # fmt: skip
+            print(f"M {tokens:4}: {compared(p50, rate)}", flush=True)
+
+
+def compared(p50: dict[str, list[float]], rate: dict[str, list[float]]) -> str:
+    """Medians of the rounds.  A ratio is of the two of a round, which had the same neighbours: its median is seldom
+    that of the two medians before it."""
+    f, k = (statistics.median(p50[m]) * 1e6 for m in (FORWARD, INFER))
+    p50_ratio, rate_ratio = (
+        statistics.median(b / a for a, b in zip(x[FORWARD], x[INFER], strict=True)) for x in (p50, rate)
+    )
+    return (
+        f"p50 Forward {f:6.0f} us, ModelInfer {k:6.0f} us; median of {len(p50[FORWARD])} rounds' ModelInfer/Forward:"
+        f" p50 {p50_ratio:.3f}, throughput {rate_ratio:.3f}"
+    )
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], float(sys.argv[2]) if len(sys.argv) > 2 else 8.0))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("address", metavar="ADDRESS", help="a server with --kserve yes")
+    parser.add_argument("seconds", metavar="SECONDS", nargs="?", type=float, default=8.0, help="of each size (8)")
+    args = parser.parse_args()
+    asyncio.run(main(args.address, args.seconds))

@@ -94,7 +94,13 @@ def test_describe(tiny_server):
     assert facts["model"]["hidden_size"] == 256
     assert (facts["transports"], facts["session"]) == (
         ["shm"],
-        {"transport": "shm", "refused": {"tcp": "not used, because the client prefers shm"}},
+        {
+            "transport": "shm",
+            "refused": {
+                "tcp": "the server has it off (no --tcp-listen); --tcp on switches it on, --tcp-listen HOST:PORT at"
+                " that address"
+            },
+        },
     )
     assert [layer["layer"] for layer in facts["layers"]] == [0, 1]
     assert facts["layers"][0]["held"] == [{"first": 0, "count": 8}]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -17,7 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from in_process import hosts
 from safetensors.numpy import load_file
 
-from expertd.errors import ExpertdError
+from expertd.errors import BadByteCountError, ExpertdError
 from expertd.kserve import inference_pb2 as kserve
 from expertd.v1 import expert_service_pb2 as pb
 from expertd.v1 import expert_service_pb2_grpc as stubs
@@ -180,6 +181,19 @@ def test_typed_contents_are_of_their_datatype():
     made.inputs[0].datatype = "BF16"
     with pytest.raises(ExpertdError, match="want FP32, INT32 or INT64; send raw"):
         read_request(made.SerializeToString())
+
+
+def test_typed_contents_are_counted_as_values():
+    """Raw contents are counted in bytes, which whoever sends values does not know."""
+    made = request(typed=True, **arrays())
+    shape = list(made.inputs[0].shape)
+    for values, got in (([1.0], "1 value"), ([1.0, 2.0], "2 values")):
+        made.inputs[0].contents.fp32_contents[:] = values
+        text = f"hidden_states.contents: got {got}, want {shape[0] * shape[1]} for {shape}"
+        with pytest.raises(BadByteCountError, match=re.escape(text)):
+            read_request(made.SerializeToString())
+    with pytest.raises(BadByteCountError, match=r"topk_ids\.contents: got 7 values, want"):
+        read_request(typed_ids(7).SerializeToString())
 
 
 def typed_ids(count):

@@ -58,7 +58,9 @@ def test_clients_take_it_where_there_is_no_shared_memory(serve, batch):
         assert "--shm off" in client.session().refused["shm"]
         assert list(client.describe().transports) == ["tcp"]
         for _ in range(3):
-            right(client.forward(*batch[0]), batch)
+            answer = client.forward(*batch[0])
+            right(answer, batch)
+            assert 0 < answer.timing.decode_ns < 1e9
         right(client.submit(*batch[0]).result(20), batch)
 
     async def in_a_loop():
@@ -74,8 +76,8 @@ def test_it_is_asked_for(serve):
     host = serve(tcp_listen=None)
     with ExpertClient(host.address) as client:
         assert client.session().transport == "inline"
-        assert "--tcp-listen HOST:PORT switches it on" in client.session().refused["tcp"]
-    assert serve(tcp="off").service.offered["tcp"] != ""
+        assert "--tcp on switches it on, --tcp-listen HOST:PORT" in client.session().refused["tcp"]
+    assert serve(tcp="off").service.offered["tcp"] == "the server has it off (--tcp off); --tcp on switches it on"
     on = serve(tcp="on", tcp_listen=None)
     with ExpertClient(on.address) as client:
         assert client.session().transport == "tcp"

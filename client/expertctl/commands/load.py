@@ -162,6 +162,8 @@ def run(args: argparse.Namespace) -> int:
             args.address = [stack.enter_context(echo_server(args.hidden_size, max(4096, args.m)))]
         if args.generate:
             return generation.run(args)
+        if note := _not_carried(args):
+            print(note, file=sys.stderr)
         return finish(args, run_precisely(_run(args)))
 
 
@@ -263,6 +265,15 @@ def check_reports(args: argparse.Namespace) -> None:
     for flag, path, module, why in (("--html", args.html, "plotly", NO_PLOTLY), ("--hdr", args.hdr, "hdrh", NO_HDR)):
         if path is not None and importlib.util.find_spec(module) is None:
             raise ValueError(f"{flag}: {why}")
+
+
+def _not_carried(args: argparse.Namespace) -> str:
+    """A note where no request will travel over the transport that was asked for; "" = they will."""
+    flags = [flag for flag in ("--synthetic", "--digest") if getattr(args, flag[2:])]
+    if args.transport not in ("shm", "tcp") or not flags:
+        return ""
+    agreed = f"though --transport {args.transport} is agreed on"
+    return f"note: {' and '.join(flags)}: these requests travel over gRPC, {agreed}"
 
 
 def _plans(args: argparse.Namespace) -> list[LoadPlan]:

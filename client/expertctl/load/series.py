@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +17,8 @@ __all__ = ["NO_HDR", "Slice", "hdr_encoded", "hdr_text", "quantile_curve", "slic
 
 NO_HDR = "it needs hdrhistogram, which is not installed: pip install hdrhistogram"
 _LARGEST_US, _DIGITS = 3_600_000_000, 3
+_US_PER_MS = 1000.0
+_DEVIATION = re.compile(r"(StdDeviation +=) *[\d.]+\]")
 _SLICES = 120
 
 
@@ -79,9 +82,10 @@ def hdr_encoded(latencies_s: Sequence[float]) -> str | None:
 
 def hdr_text(latencies_s: Sequence[float]) -> str:
     """The percentile distribution (.hgrm) in milliseconds, which HdrHistogram's plotters take."""
-    out = io.BytesIO()
-    _histogram(latencies_s).output_percentile_distribution(out, 1000.0)
-    return out.getvalue().decode("ascii")
+    out, histogram = io.BytesIO(), _histogram(latencies_s)
+    histogram.output_percentile_distribution(out, _US_PER_MS)
+    deviation_ms = histogram.get_stddev() / _US_PER_MS  # which hdrh writes without the scale of all other values
+    return _DEVIATION.sub(rf"\g<1>{deviation_ms:12.{_DIGITS}f}]", out.getvalue().decode("ascii"))
 
 
 def _histogram(latencies_s: Sequence[float]) -> Any:

@@ -271,7 +271,7 @@ def warnings(runs: Sequence[Run]) -> list[str]:
     """A line for each run whose load was not sent as planned."""
     return [
         f"generator late: offered {run.report.behind.offered_per_s:,.0f} requests/s, sent"
-        f" {run.report.behind.sent_per_s:,.0f}; the latency has its delay"
+        f" {run.report.behind.sent_per_s:,.0f}; the latency includes the generator's delay"
         for run in runs
         if run.report.behind is not None
     ]

@@ -218,6 +218,7 @@ def refusal(answer: Completion) -> ExpertdError:
 
 def timing_of(answer: Completion) -> pb.Timing:
     return pb.Timing(
+        decode_ns=answer.decode_ns,
         queue_ns=answer.queue_ns,
         copy_in_ns=answer.collect_ns,
         kernel_ns=answer.kernel_ns,

@@ -65,11 +65,13 @@ class Submission(C.Structure):
 
 
 class _Version(C.Structure):
-    _fields_ = [(name, C.c_uint32) for name in ("says_version", "version_low", "version_high")]
+    _fields_ = [
+        (name, C.c_uint32) for name in ("says_version", "version_low", "version_high", "says_decode", "said_decode_ns")
+    ]
 
 
 class _Text(C.Union):
-    """Of a refusal; else the version, where the server says one."""
+    """Of a refusal; else the version and decode_ns, where the server says them."""
 
     _anonymous_ = ("_version",)
     _fields_ = [("text", C.c_char * 404), ("_version", _Version)]
@@ -113,6 +115,12 @@ class Completion(C.Structure):
             return 0
         version: int = self.version_low | self.version_high << 32
         return version
+
+    @property
+    def decode_ns(self) -> int:
+        """Timing's, over TCP; 0 = it is not known.  It lies where the text of a refusal does."""
+        known = not self.refused and self.says_decode == _SAYS_VERSION
+        return int(self.said_decode_ns) if known else 0
 
 
 class DeviceCalls(C.Structure):

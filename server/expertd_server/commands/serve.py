@@ -140,10 +140,10 @@ def _serve(host: Host, waiting: MainWait) -> int:
     if host.fault:
         host.say(f"stopped: {host.fault}; restart the server")
     elif done:
-        host.say(f"stopped: all {host.engine.admitted} accepted requests were answered")
+        host.say(f"stopped: all {host.engine.admitted} accepted requests were answered or refused")
     else:
         grace = f"within the grace time of {host.config.grace_s:g} s (--grace-s)"
-        host.say(f"stopped: not all accepted requests were answered {grace}")
+        host.say(f"stopped: not all accepted requests were answered or refused {grace}")
     if host.fault:
         return LOST
     return 0 if done else 1

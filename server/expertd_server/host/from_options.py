@@ -10,9 +10,11 @@ from expertd_server.boot.assignment import WrongOptionError
 from expertd_server.config.serve import ServeConfig
 from expertd_server.service.reloading import MOST_BYTES, FileError
 from expertd_server.transports.grpc import channelz
+from expertd_server.transports.grpc.server import bindable
+from expertd_server.transports.listening import listening
 from expertd_server.transports.security import Gate, Security, check_tls
 
-__all__ = ["largest_message", "message_bytes", "security_of"]
+__all__ = ["largest_message", "message_bytes", "require_free_ports", "security_of"]
 
 _MOST_BYTES = (1 << 31) - 1
 """Of a message: protobuf's and gRPC's own limit."""
@@ -27,6 +29,20 @@ def message_bytes(max_tokens: int, infos: Sequence[LayerInfo]) -> int:
 def largest_message(config: ServeConfig, infos: Sequence[LayerInfo]) -> int:
     """Bytes of the largest that is taken."""
     return config.max_message_bytes or min(message_bytes(config.max_tokens, infos), _MOST_BYTES)
+
+
+def require_free_ports(config: ServeConfig) -> None:
+    """What the server will listen on can be bound now: known before the model is read, which takes minutes.  Raises
+    BootError."""
+    for option, where in (
+        ("--listen", config.listen),
+        ("--tcp-listen", config.tcp_where),
+        ("--metrics-listen", config.metrics_listen),
+        ("--admin-listen", config.admin_listen),
+    ):
+        if where is not None:
+            with listening(option, where), bindable(where):
+                pass
 
 
 def security_of(config: ServeConfig) -> Security:

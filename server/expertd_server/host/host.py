@@ -68,7 +68,7 @@ from expertd_server.engine.engine import Engine
 from expertd_server.engine.joined import JoinedSpace, Site
 from expertd_server.engine.policy import Policy
 from expertd_server.engine.report import BatchReport, Moves
-from expertd_server.host.from_options import largest_message, security_of
+from expertd_server.host.from_options import largest_message, require_free_ports, security_of
 from expertd_server.residence.changes import Changes
 from expertd_server.residence.follower import Follower
 from expertd_server.residence.remembered import recall, remember
@@ -163,6 +163,7 @@ class Host:
     def _start(self, kernels: KernelsAhead) -> str:
         config = self.config
         self._security = security_of(config)
+        require_free_ports(config)
         places = self._places = resolve_places(config)
         # devices that share a layer are given their parts of it by the host
         where = torch.device("cpu") if config.joins else places[0].device

@@ -30,15 +30,10 @@ def answer_offer(offered: OfferedTransports, offer: pb.SessionOffer, caller: str
     """The first transport of the offer that can be had."""
     answer, opened = pb.SessionAnswer(), ""
     for name in offer.transports:
-        why = f"not used, because the client prefers {opened}"
-        if not opened:
-            answer.token, answer.endpoint, why = _ask(offered.get(name), offer, caller)
+        transport = offered.get(name, "this server does not know it")
+        why = transport if isinstance(transport, str) else f"not used, because the client prefers {opened}"
+        if not opened and not isinstance(transport, str):
+            answer.token, answer.endpoint, why = transport.offer(caller, offer.host_id)
             opened = "" if why else name
         answer.verdicts.add(transport=name, accepted=opened == name and not why, reason=why)
     return answer
-
-
-def _ask(transport: OfferedTransport | str | None, offer: pb.SessionOffer, caller: str) -> tuple[str, str, str]:
-    if transport is None:
-        return "", "", "this server does not know it"
-    return ("", "", transport) if isinstance(transport, str) else transport.offer(caller, offer.host_id)

@@ -12,7 +12,7 @@ import torch
 from expertd.errors import BadResponseError
 from expertd.shm.layout import ROUTER_WEIGHT_ON_INPUT, Completion, Tensors
 from expertd_client import Request
-from expertd_client.transports.message import Prepared, sendable, submission_of
+from expertd_client.transports.message import Prepared, sendable, submission_of, timing_of
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -117,3 +117,14 @@ def test_an_answer_says_its_version_as_the_library_wrote_it(version):
     assert answer.weights_version == 0
     answer.refused, raw[108:112] = 0, b"cpu\0"
     assert (answer.weights_version, answer.text) == (0, b"cpu")
+
+
+def test_an_answer_says_how_long_it_was_decoded_unless_a_text_lies_there():
+    raw = bytearray(C.sizeof(Completion))
+    raw[120:128] = (0x017677FF).to_bytes(4, "little") + (1234).to_bytes(4, "little")
+    answer = Completion.from_buffer(raw)
+    assert timing_of(answer).decode_ns == 1234
+    answer.refused = 1
+    assert answer.decode_ns == 0
+    answer.refused, raw[120:128] = 0, b"of a ref"
+    assert timing_of(answer).decode_ns == 0

@@ -304,7 +304,11 @@ def test_the_histogram_is_hdrhistograms_own():
     assert again.get_value_at_percentile(99) == pytest.approx(np.quantile(took, 0.99) * 1e6, rel=2e-3)
     text = hdr_text(took)
     assert "Percentile" in text
-    assert re.search(r"#\[Max +=", text)
+    summary = {name: float(value) for name, value in re.findall(r"(\w+) += +([\d.]+)", text)}
+    assert summary["Max"] == pytest.approx(1e3 * max(took), rel=2e-3)
+    assert summary["Mean"] == pytest.approx(1e3 * np.mean(took), rel=2e-3)
+    assert summary["StdDeviation"] == pytest.approx(1e3 * np.std(took), rel=5e-3), "in the unit of the others"
+    assert hdr_text([]).count("StdDeviation") == 1
     x, y = quantile_curve(np.asarray(took))
     assert x[0] == 1
     assert y == sorted(y)

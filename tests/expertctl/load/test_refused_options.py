@@ -3,6 +3,7 @@
 import pytest
 
 from expertctl.cli import main
+from expertctl.commands import load
 
 NOBODY = "127.0.0.1:1"
 """No server: what is refused is refused before it is called."""
@@ -18,6 +19,25 @@ NOBODY = "127.0.0.1:1"
 def test_an_option_that_would_be_ignored(words, want, capsys):
     assert main(["load", NOBODY, *words]) == 2
     assert want in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--transport", "shm", "--digest"], "note: --digest: these requests travel over gRPC, though --transport shm"),
+        (["--transport", "tcp", "--synthetic", "--digest"], "note: --synthetic and --digest: these requests travel"),
+        (["--transport", "grpc", "--digest"], ""),
+        (["--transport", "shm"], ""),
+        (["--digest"], ""),
+    ],
+)
+def test_a_transport_that_carries_none_of_the_requests_is_noted(words, note, monkeypatch, capsys):
+    monkeypatch.setattr(load, "run_precisely", lambda work: work.close())
+    monkeypatch.setattr(load, "finish", lambda args, outcome: 0)
+    assert main(["load", NOBODY, *words]) == 0
+    said = capsys.readouterr().err
+    assert note in said
+    assert ("note:" in said) == bool(note)
 
 
 @pytest.mark.parametrize(

@@ -348,8 +348,12 @@ def test_an_address_that_is_taken_is_said_and_nothing_is_left(started):
         taken = Address("127.0.0.1", s.getsockname()[1])
         with pytest.raises(BootError, match=f"--listen {taken}: cannot listen there: Address already in use"):
             started(listen=taken)
-        with pytest.raises(BootError, match="--metrics-listen"):
-            started(metrics_listen=taken)
+        for option in ("metrics_listen", "tcp_listen", "admin_listen"):
+            flag = f"--{option.replace('_', '-')}"
+            with pytest.raises(BootError, match=f"{flag} {taken}: cannot listen there: Address already in use"):
+                started(**{option: taken})
+        with pytest.raises(BootError, match=f"--listen {taken}: cannot listen there"):
+            started(listen=taken, synthetic=None, checkpoint=Path("/no/such/model"))  # before the model is read
         with socket.socket() as other:
             other.bind(("127.0.0.1", 0))
             free = Address("127.0.0.1", other.getsockname()[1])

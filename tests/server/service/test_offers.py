@@ -34,5 +34,9 @@ def test_a_session_gets_the_first_transport_that_can_be_had_and_no_second_one():
         ("one", True, ""),
         ("two", False, "not used, because the client prefers one"),
     ]
+    assert answer_offer(offered, pb.SessionOffer(transports=["two", "none"], host_id="here"), "alice").verdicts[1] == (
+        pb.TransportVerdict(transport="none", reason="was not built")
+    ), "what a server has not is not what the client does not prefer"
+    two.asked.clear()
     assert (full.asked, one.asked) == ([("alice", "here")], [("alice", "here")])
     assert two.asked == [], "a token that nobody uses takes the place of another one"

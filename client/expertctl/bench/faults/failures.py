@@ -26,7 +26,7 @@ class Failure:
     """One call.
 
     why      what it raised, or what was wrong with its answer
-    at_s     since the first event; took_s: since the call began
+    at_s     since this benchmark began; took_s: since the call began
     where    "file:line" of the traceback, innermost first; empty where nothing was raised
     before   (seconds before the failure, what happened), oldest first
     """

@@ -7,6 +7,7 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -22,6 +23,8 @@ from expertd.common.tables import console, print_table
 __all__ = ["add_arguments", "run_command"]
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 _TRANSPORTS = {name: text if name in ("shm", "tcp") else f"gRPC, {text}" for name, text in WAYS.items()}
 
 
@@ -110,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Measures and prints; 1 where a way could not be measured."""
+    """Measures and prints, after Ctrl-C what is finished; 1 where a way could not be measured."""
     if args.cost:
         return _cost(args)
     plan = OverloadPlan(
@@ -131,21 +134,36 @@ def run_command(args: argparse.Namespace) -> int:
         raise ValueError(f"--bare: got --transport {','.join(plan.ways)}, want one of {', '.join(BARE_WAYS)}")
     asked = f"{counted(len(plan.ways), 'transport')}, {counted(len(plan.loads), 'load')} of each"
     first = f"{asked}: most of the time goes to the search for the peak of each transport"
-    found = list(told(measure(plan), first, lambda row: row.way))
-    rows, missing = (
-        [f for f in found if isinstance(f, OverloadMeasurement)],
-        [f for f in found if isinstance(f, NotMeasured)],
-    )
+    rows, missing, interrupted = list[OverloadMeasurement](), list[NotMeasured](), False
+    try:
+        for one in told(measure(plan), first, lambda row: row.way):
+            if isinstance(one, OverloadMeasurement):
+                rows.append(one)
+            else:
+                missing.append(one)
+    except KeyboardInterrupt:
+        interrupted = True
     if args.json:
-        peak = max((row.peak_per_s for row in rows), default=0.0)
-        not_measured = {"not_measured": {m.way: m.why for m in missing}} if missing else {}
-        found_rows = [asdict(row) for row in rows]
-        print(json.dumps({"server": plan.named(), "peak_per_s": peak, "rows": found_rows, **not_measured}))
+        print(json.dumps(_as_json(rows, missing, plan, interrupted)))
     else:
         _show(rows, plan.named())
         for m in missing:
             print(f"{m.way}: not measured: {m.why}")
-    return 1 if missing or not rows else 0
+        if interrupted:
+            print("interrupted: the table has the transports that were finished")
+    return INTERRUPTED if interrupted else 1 if missing or not rows else 0
+
+
+def _as_json(
+    rows: list[OverloadMeasurement], missing: list[NotMeasured], plan: OverloadPlan, interrupted: bool
+) -> dict[str, Any]:
+    return {
+        "server": plan.named(),
+        "peak_per_s": max((row.peak_per_s for row in rows), default=0.0),
+        "rows": [asdict(row) for row in rows],
+        "not_measured": {m.way: m.why for m in missing},
+        "interrupted": interrupted,
+    }
 
 
 def _cost(args: argparse.Namespace) -> int:

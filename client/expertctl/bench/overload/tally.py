@@ -20,7 +20,7 @@ class OverloadMeasurement:
     way                how requests travelled: a name of WAYS
     load               offered, as a multiple of the peak; peak_per_s: the largest rate that is answered in time, of
                        that way; peak_limited: the generator could not offer more; peak_refuted: more was answered
-                       in time than the step of the search allows for, so the peak is too low
+                       in time than the step of the search allows for, so the peak is too low, limited or not
     deadline_ms        of each request, from its leaving
     offered_per_s      that left; wanted_per_s: that were to leave
     goodput_of_peak    answered in time, a second, of the peak
@@ -138,7 +138,7 @@ class OverloadTally:
             refusal_p99_ms=ms(self.refusals),
             peak_per_s=round(peak.per_s, 1),
             peak_limited=peak.limited,
-            peak_refuted=not peak.limited and goodput > STEP,
+            peak_refuted=goodput > STEP,
             wanted_per_s=round(load * peak.per_s, 1),
             admitted=admitted,
             late_generator=part(self.late_here),

@@ -48,17 +48,21 @@ struct Completion {
     char text[404];  // of one that is refused
     struct {         // of one that is computed: set_version
       uint32_t says_version, version_low, version_high;
+      uint32_t says_decode, decode_ns;  // kSaysVersion: decode_ns is Timing's, else it is not known
     };
   };
 
-  // Of the weights that computed it.
-  void set_version(uint64_t version) {
+  // Of the weights that computed it; decode_ns: 0 = it is not known.
+  void set_version(uint64_t version, uint32_t decode = 0) {
     says_version = kSaysVersion;
     version_low = uint32_t(version);
     version_high = uint32_t(version >> 32);
+    says_decode = decode ? kSaysVersion : 0;
+    decode_ns = decode;
   }
 };
 static_assert(offsetof(Completion, says_version) == 108 && offsetof(Completion, version_low) == 112, "layout.py says so");
+static_assert(offsetof(Completion, decode_ns) == 124, "layout.py says so");
 static_assert(sizeof(Completion) == 512, "the first 128 bytes hold all of an answer but an error's text");
 
 struct alignas(64) Word {

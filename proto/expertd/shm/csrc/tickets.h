@@ -78,7 +78,7 @@ inline uint64_t end_of(uint64_t begin, int64_t timeout_ns) {
 }
 
 inline void copy_answer(const Completion& from, Completion* to) {
-  memcpy(static_cast<void*>(to), &from, from.refused ? sizeof from : offsetof(Completion, version_high) + sizeof from.version_high);
+  memcpy(static_cast<void*>(to), &from, from.refused ? sizeof from : offsetof(Completion, decode_ns) + sizeof from.decode_ns);
 }
 
 template <class Way, class T>

@@ -50,8 +50,9 @@ struct Answer {
     completion.id = r.id;
     completion.routes_computed = uint32_t(r.routes_computed);
     output = r.output;
-    completion.set_version(r.weights_version);
-    timing(wire::Timing(r.timing.fields()));
+    const wire::Timing t(r.timing.fields());
+    completion.set_version(r.weights_version, uint32_t(t.decode_ns));
+    timing(t);
     load(wire::Load(r.load.fields()));
     return r.good;
   }

@@ -6,6 +6,7 @@ what is left, names, shapes and parameters, is short, or is refused before it is
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -17,6 +18,7 @@ from google.protobuf.message import DecodeError
 from expertd.codec import ForwardRequestView, TensorView
 from expertd.codec.scan import OddError, size, skip, tag
 from expertd.errors import (
+    BadByteCountError,
     BadDtypeError,
     BadShapeError,
     LayerNotHeldError,
@@ -167,7 +169,17 @@ def _inputs(
 
 
 def _typed(x: Any, field: str, contents: memoryview) -> Any:
-    """The elements of a typed tensor, little-endian."""
+    """The elements of a typed tensor, little-endian.  Raises InvalidRequestErrors."""
+    elements = _elements(x, field, contents)
+    got, want = len(elements) // np.dtype(_TYPED[field]).itemsize, math.prod(x.shape)
+    if got != want:
+        raise BadByteCountError.about(
+            f"{x.name}.contents", got=f"{got} value{'s' * (got != 1)}", want=f"{want} for {list(x.shape)}"
+        )
+    return elements
+
+
+def _elements(x: Any, field: str, contents: memoryview) -> Any:
     if not field:
         raise BadDtypeError.about(f"{x.name}.contents", got=x.datatype, want="FP32, INT32 or INT64", remedy="send raw")
     if field == "fp32_contents" and (floats := _packed_floats(contents)) is not None:

@@ -23,7 +23,11 @@ def tcp_listener(config: ServeConfig, service: Service, infos: Sequence[LayerInf
     del infos
     where = config.tcp_where
     if where is None:
-        return f"the server has it off (--tcp {config.tcp}, no --tcp-listen); --tcp-listen HOST:PORT switches it on"
+        if config.tcp == "off":
+            return "the server has it off (--tcp off); --tcp on switches it on"
+        return (
+            "the server has it off (no --tcp-listen); --tcp on switches it on, --tcp-listen HOST:PORT at that address"
+        )
     security = Security(config.tls_cert, config.tls_key, config.tls_client_ca)
     most = service.limits.max_message_bytes
     bounds = TcpBounds(most, max(_MOST_BYTES, 4 * most), config.max_in_flight)

@@ -235,7 +235,7 @@ def test_python_reads_what_the_client_writes(serving):
             seen.append(v)
             answer = twice(v)
             answer.timing = pb.Timing(
-                queue_ns=11, copy_in_ns=12, kernel_ns=13, copy_out_ns=14, batch_tokens=15, backend="cpu"
+                queue_ns=11, copy_in_ns=12, kernel_ns=13, copy_out_ns=14, batch_tokens=15, backend="cpu", decode_ns=10
             )
             answer.load = pb.Load(queued_tokens=16, queued_requests=17, token_ns=18.5)
             sock.sendall(frame(encode_stream_response(answer), n))
@@ -247,6 +247,7 @@ def test_python_reads_what_the_client_writes(serving):
     t, load = answer.timing, answer.load
     assert t.backend == "cpu"
     assert (t.queue_ns, t.copy_in_ns, t.kernel_ns, t.copy_out_ns, t.batch_tokens) == (11, 12, 13, 14, 15)
+    assert t.decode_ns == 10
     assert (load.queued_tokens, load.queued_requests, load.token_ns) == (16, 17, 18.5)
     assert answer.routes_computed == 3
     v = seen[0]

@@ -181,6 +181,21 @@ def test_a_way_that_is_not_to_be_had_loses_nothing_that_was_measured(monkeypatch
     assert (len(found["rows"]), found["not_measured"]) == (1, {"tcp": "the server has it off"})
 
 
+def test_ctrl_c_loses_no_transport_that_was_finished(monkeypatch, capsys):
+    def measure(plan):
+        yield sent(1).row("shm", 2.0, 0.25, Peak(10.0, True), 2.0, *NOBODY)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure", measure)
+    assert main(["bench", "overload"]) == 130
+    shown = capsys.readouterr().out
+    assert ">10" in shown
+    assert "interrupted: the table has the transports that were finished" in shown
+    assert main(["bench", "overload", "--json"]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["rows"]), found["not_measured"], found["interrupted"]) == (1, {}, True)
+
+
 def test_a_goodput_far_above_the_peak_refutes_it(monkeypatch, capsys):
     tally = sent(60)
     for _ in range(42):
@@ -188,10 +203,10 @@ def test_a_goodput_far_above_the_peak_refutes_it(monkeypatch, capsys):
     rows = [tally.row("shm", 2.0, 0.25, Peak(20.0, limited), 2.0, *NOBODY) for limited in (False, True)]
     assert [r.peak_refuted for r in rows] == [False, False], "21 are within the search's step of 20"
     rows = [tally.row("shm", 2.0, 0.25, Peak(10.0, limited), 2.0, *NOBODY) for limited in (False, True)]
-    assert [r.peak_refuted for r in rows] == [True, False], "a limited peak says itself that it is too low"
+    assert [r.peak_refuted for r in rows] == [True, True], "also of a peak that the generator limited"
     monkeypatch.setattr(command, "measure", lambda plan: rows)
     assert main(["bench", "overload"]) == 0
-    assert capsys.readouterr().out.count("shm 2x: its goodput shows that the peak is too low") == 1
+    assert capsys.readouterr().out.count("shm 2x: its goodput shows that the peak is too low") == 2
 
 
 def test_what_is_not_known_is_no_number(monkeypatch, capsys):
@@ -246,7 +261,7 @@ def test_json(asked, capsys):
     assert (plan.address, plan.ways, plan.loads, plan.callers) == ("[::1]:5", ("shm", "unary"), (3.0,), 2)
     assert plan.server == ["--threads", "1"]
     found = json.loads(capsys.readouterr().out)
-    assert found["peak_per_s"] == 10.0
+    assert (found["peak_per_s"], found["not_measured"], found["interrupted"]) == (10.0, {}, False)
     assert [(r["way"], r["load"]) for r in found["rows"]] == [("shm", 3.0), ("unary", 3.0)]
     wanted = {"load", "deadline_ms", "offered_per_s", "goodput_of_peak", "late_admitted", "refusal_p99_ms"}
     assert wanted < set(found["rows"][0])
