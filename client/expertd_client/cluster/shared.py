@@ -16,10 +16,10 @@ from expertd_client.cluster.timers import Timer
 if TYPE_CHECKING:
     from expertd_client.cluster.call_memory import CallMemory
 
-__all__ = ["CallUnderWay", "ClusterState"]
+__all__ = ["CallInFlight", "ClusterState"]
 
 
-class CallUnderWay(Protocol):
+class CallInFlight(Protocol):
     """What is known here of a Flight."""
 
     def end(self, error: ExpertdError | None, /) -> bool:
@@ -43,7 +43,7 @@ class ClusterState:
         self.latencies = Latencies(policy.hedge)
         self.rng = random.Random()
         self.closed = False
-        self.flights: set[CallUnderWay] = set()
+        self.flights: set[CallInFlight] = set()
         self.call_memories: list[CallMemory] = []
         self.usual_ns = C.c_uint64()
 
