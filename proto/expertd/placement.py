@@ -147,12 +147,13 @@ class Placement:
         """Raises PlacementError that names what nobody holds."""
         missing = self.missing()
         if missing:
-            text = "; ".join(f"layers {k}: experts {v}" for k, v in _fold(missing).items())
-            raise PlacementError.about(
-                "placement",
-                got=f"nobody holds {text}",
-                want="a holder for every expert",
-                remedy="start servers for them",
+            text = ", ".join(
+                f"experts {experts} of {'layer' if layers.isdigit() else 'layers'} {layers}"
+                for layers, experts in _fold(missing).items()
+            )
+            raise PlacementError(
+                f"placement: {text} have no server; want a server for each expert: correct the file, or start servers"
+                " for them"
             )
 
     def to_message(self) -> placement_pb2.Placement:

@@ -395,6 +395,37 @@ def test_the_jobs_of_admins(name, commands, more, wanted, monkeypatch, tmp_path)
     assert ("/inventory" in mounted) == (name == "apply")
 
 
+def test_what_the_jobs_ask_of_values_is_taken_by_the_chart():
+    """`{...}` of their comments, as YAML."""
+    import yaml
+
+    named = [
+        yaml.safe_load(f"{{{found}}}")
+        for path in sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
+        for found in re.findall(r"`(serve: {.*})`", path.read_text())
+    ]
+    assert named == [{"serve": {"expert-metrics": "yes"}}]
+    for values in named:
+        assert "error" not in helm(values)
+
+
+def test_the_way_back_of_an_update_is_a_line_of_its_job(monkeypatch):
+    """The page and the job's comment name the same line, which takes the place of one that is there."""
+    import yaml
+
+    text = (ROOT / "deploy/kubernetes/update.yaml").read_text()
+    (c,) = yaml.safe_load(text)["spec"]["template"]["spec"]["containers"]
+    page = " ".join((ROOT / "docs/deploy.md").read_text().split())
+    found = re.search(r"in `args` of update.yaml replace the line `(.*?)\.\.\.` by `(.*?)`", page)
+    assert found is not None
+    assert f"`{found[2]}` in args instead of `{found[1]}...`" in text
+    assert sum(line.startswith(found[1]) for line in c["args"][0].splitlines()) == 1
+    env = {e["name"]: e["value"] for e in c["env"]}
+    words = [w for word in found[2].split() for w in (env[word[1:]].split() if word[0] == "$" else [word])]
+    assert {"--rollback", "--token-file=/admin/token"} < set(words)
+    read(words, monkeypatch)
+
+
 def test_the_volume_of_checkpoints_is_what_the_example_mounts():
     import kubernetes_validate
     import yaml
@@ -481,10 +512,13 @@ ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"
         (BEHIND_TLS, "networkPolicy.admins: got nobody"),
         ({**BEHIND_TLS, **ADMINS, "groups": {"cpu": {"cacheSize": ""}}}, "groups.cpu has no cacheSize"),
         ({**BEHIND_TLS, **ADMINS, "groups": {"cpu": {"autoscaling": {"enabled": True}}}}, "want one of the two"),
-        ({"serve": {"admin-listen": "0.0.0.0:1"}}, "admin-listen"),
-        ({"serve": {"max-token": 3}}, "max-token"),
-        ({"serve": {"shard": "0/2"}}, "shard"),
-        ({"serve": {"health": "no"}}, "health"),
+        ({"serve": {"admin-listen": "0.0.0.0:1"}}, r"serve\.admin-listen: the chart sets this option itself"),
+        ({"serve": {"max-token": 3}}, r"serve\.max-token: no option of expertd serve; see docs/options\.md"),
+        ({"groups": {"cpu": {"serve": {"max-token": 3}}}}, r"groups\.cpu\.serve\.max-token: no option"),
+        ({"serve": {"max-token": False}}, "max-token: no option"),
+        ({"serve": {"shard": "0/2"}}, r"serve\.shard: the chart sets this option itself"),
+        ({"groups": {"cpu": {"serve": {"health": "no"}}}}, r"groups\.cpu\.serve\.health: the chart sets"),
+        ({"serve": {"threads": [1]}}, "/serve/threads"),
         ({"tls": {"secretName": "a"}}, "tls.serverName"),
         ({"groups": {"cpu": {"kind": "tpu"}}}, "kind"),
         ({"groups": {"cpu": {"shards": {"first": 2, "count": 2, "of": 3}}}}, r"first \+ count <= of"),
@@ -503,6 +537,23 @@ ADMINS = {"networkPolicy": {"admins": [{"podSelector": {"matchLabels": {"a": "b"
 )
 def test_values_that_cannot_be_are_refused_by_name(wrong, said):
     assert re.search(said, helm(wrong)["error"])
+
+
+def test_a_misspelt_option_is_the_only_thing_that_is_said():
+    said = helm({"serve": {"max-tokenz": 5, "synthetic": None}})["error"]
+    assert said.count("max-token") == 1
+    assert "want one of them" not in said
+
+
+def test_every_option_is_taken_or_set_by_the_chart():
+    import yaml
+
+    from expertd_server.config.options import OPTIONS
+
+    found = yaml.safe_load((CHART / "options.yaml").read_text())
+    assert sorted([*found["values"], *found["chart"]]) == sorted(o.flag.removeprefix("--") for o in OPTIONS)
+    taken = dict.fromkeys(set(found["values"]) - {"checkpoint", "traces"}, "x")
+    assert "error" not in helm({"serve": taken})
 
 
 def group(first: int, count: int, of: int, **more) -> dict:
@@ -545,14 +596,17 @@ def test_shards_that_make_a_whole_layer_are_rendered(groups):
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ({"a": group(0, 4, 4), "b": group(1, 2, 4)}, "groups.a and groups.b have one copy each of shard 1 of 4"),
-        ({"a": group(0, 4, 4), "b": group(0, 6, 6)}, "groups.a and groups.b have one copy each of shard 0 of 4"),
-        ({"a": group(0, 2, 4), "b": group(0, 4, 4), "c": group(1, 3, 4, copies=2)}, "one copy each of shard 0 of 4"),
+        ({"a": group(0, 4, 4), "b": group(1, 2, 4)}, "1/4 to 2/4"),
+        ({"a": group(0, 4, 4), "b": group(0, 6, 6)}, "0/4 to 1/4"),
+        (
+            {"a": group(0, 2, 4), "b": group(0, 4, 4), "c": group(1, 3, 4, copies=2)},
+            "0/4 to 1/4",
+        ),
     ],
 )
 def test_copies_that_an_upgrade_would_replace_at_once_are_refused(groups, said):
     refused = helm({"groups": {"cpu": None, **groups}})["error"]
-    assert said in refused
+    assert f"groups.a and groups.b have one copy each of the experts from {said} of each layer" in refused
     assert "want copies: 2 in one of the groups, or updateStrategy: OnDelete in all but one" in refused
 
 

@@ -42,8 +42,11 @@ def test_missing_experts_are_named() -> None:
     half = Placement(TWO.servers[:1], TWO.num_experts)
     assert half.missing() == {0: (4, 5, 6, 7), 1: (4, 5, 6, 7)}
     assert half.holders(1, 4) == ()
-    with pytest.raises(PlacementError, match="layers 0-1: experts 4-7"):
+    with pytest.raises(PlacementError, match=r"^placement: experts 4-7 of layers 0-1 have no server; want"):
         half.check_complete()
+    some = Placement([Server("a:1", {0: tuple(range(6)), 1: tuple(range(8)), 2: (1,)})], {0: 8, 1: 8, 2: 2})
+    with pytest.raises(PlacementError, match="experts 6-7 of layer 0, experts 0 of layer 2 have no server"):
+        some.check_complete()
 
 
 @st.composite

@@ -216,7 +216,7 @@ def test_the_command(hosts, tmp_path, capsys):
     assert f"a prepared change was discarded at {hosts[0].address}\n0 experts moved" in capsys.readouterr().out
     path.write_text(placed(hosts, "0-4", "6-7", "").to_json())
     assert main(["apply", str(path)]) == 2
-    assert "nobody holds layers 0-1: experts 5" in capsys.readouterr().err
+    assert "placement: experts 5 of layers 0-1 have no server; want a server for each expert" in capsys.readouterr().err
 
 
 def test_a_server_without_the_service_is_named(hosts):

@@ -392,6 +392,26 @@ def with_token(folder: Path, token: str, **more) -> Credentials:
     return Credentials(token_file=path, **more)
 
 
+def replace_at_once(path: Path, text: str) -> None:
+    """Nobody reads half of it."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def test_the_file_of_callers_is_looked_at_though_nobody_calls(serve, callers, caplog):
+    """A pod without calls, or with Kubernetes' probes alone, which show no token."""
+    host = serve(callers=callers)
+    count, broken = host.metrics.registry.get_sample_value, {"what": "callers", "outcome": "broken"}
+    good = callers.read_text()
+    replace_at_once(callers, "a = " + 100_000 * "[")
+    until(lambda: count("expertd_files_broken", {"what": "callers"}) == 1)
+    assert "the file of callers is no TOML" in caplog.text
+    replace_at_once(callers, good)
+    until(lambda: count("expertd_files_broken", {"what": "callers"}) == 0)
+    assert count("expertd_reloads_total", broken) == 1, "once, not at each look"
+
+
 @pytest.mark.parametrize("unary", [False, True])
 def test_a_call_needs_a_token_that_is_known_and_the_right(serve, callers, tmp_path, unary):
     host = serve(callers=callers)

@@ -40,6 +40,7 @@ __all__ = [
     "free_bytes",
     "give_back",
     "hold",
+    "host_text",
     "largest",
     "memory_json",
     "memory_text",
@@ -120,6 +121,15 @@ class MemoryPlan:
         """The most that cannot be dropped: while it serves, or while the last layer is packed."""
         weights = 0 if self.mapped else self.weights
         return weights + self.scratch + self.context + max(self.buffers + self.graphs, self.loading)
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Of the host's memory, by what it is: what a container's limit has to allow, also of pages that could be
+        dropped.  Of an accelerator without the process, whose libraries depend on the machine."""
+        if self.kind != "cpu":
+            return {"pinned": self.pinned, "layers being read": self.staging}
+        layers = {"layers being read": self.loading}
+        return {"weights": self.weights, "scratch": self.scratch, "process": self.context} | layers
 
 
 def plan_memory(config: ServeConfig, assignments: Sequence[Assignment]) -> MemoryPlan:
@@ -422,6 +432,20 @@ def memory_text(plan: MemoryPlan, free: int) -> list[str]:
     return lines
 
 
+def host_text(plans: Sequence[MemoryPlan]) -> str:
+    """For people who set a container's limit.  plans: of all devices of the process."""
+    unknown = any(plan.kind != "cpu" for plan in plans)
+    parts: dict[str, int] = {}
+    for plan in plans:
+        for name, nbytes in plan.host.items():
+            parts[name] = nbytes if name == "process" else parts.get(name, 0) + nbytes
+    if unknown:
+        parts.pop("process", None)
+    words = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in parts.items() if nbytes)
+    more = " and the process" if unknown else ""
+    return f"host memory, as the limit of a container: {_gib(sum(parts.values()))} GiB{more} ({words})"
+
+
 def memory_json(plan: MemoryPlan, free: int) -> dict[str, int]:
     """Bytes by name."""
     return {
@@ -434,6 +458,7 @@ def memory_json(plan: MemoryPlan, free: int) -> dict[str, int]:
         "peak": plan.peak,
         "pinned": plan.pinned,
         "staging": plan.staging,
+        "host": sum(plan.host.values()),
         "limit": plan.limit,
         "shared": plan.shared,
         "pools": plan.pools,

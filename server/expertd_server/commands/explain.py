@@ -76,7 +76,7 @@ def _run_alone(config: ServeConfig, args: argparse.Namespace) -> int:
 
     from expertd.common.tables import print_sentence
     from expertd_server.boot.assignment import assign_layers, open_source, resolve_device
-    from expertd_server.boot.memory import free_bytes, memory_json, memory_text, plan_memory
+    from expertd_server.boot.memory import free_bytes, host_text, memory_json, memory_text, plan_memory
     from expertd_server.views.render import decisions_json, print_decisions
 
     device, here = _device(config.device)
@@ -99,7 +99,7 @@ def _run_alone(config: ServeConfig, args: argparse.Namespace) -> int:
     for line in _premises([(config.device, device, here)], assumed):
         print_sentence(console, line)
     print_decisions(console, assignments, every_row=args.all)
-    for line in [*memory_text(memory, free), *_fitting(refusal)]:
+    for line in [*memory_text(memory, free), host_text([memory]), *_fitting(refusal)]:
         print_sentence(console, line)
     return 0
 
@@ -111,7 +111,7 @@ def _run_joint(config: ServeConfig, args: argparse.Namespace) -> int:
     from expertd.common.tables import print_sentence
     from expertd_server.boot.assignment import open_source
     from expertd_server.boot.joint import JointAssigner
-    from expertd_server.boot.memory import by_site, free_bytes, memory_json, memory_text, plan_memory
+    from expertd_server.boot.memory import by_site, free_bytes, host_text, memory_json, memory_text, plan_memory
     from expertd_server.views.render import decisions_json, print_decisions
 
     places, here = _places(config)
@@ -138,6 +138,7 @@ def _run_joint(config: ServeConfig, args: argparse.Namespace) -> int:
     for name, plan in plans:
         for line in memory_text(plan, free[name]):
             print_sentence(console, f"{name}: {line}")
+    print_sentence(console, host_text([plan for _, plan in plans]))
     return 0
 
 

@@ -121,7 +121,7 @@ def parse_access(data: Sequence[bytes]) -> Access:
         import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
     try:
         table = tomllib.loads(data[0].decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):  # no TOML, no UTF-8, a number of thousands of digits; brackets in brackets
         raise FileError("the file of callers is no TOML") from None
     callers = table.get("callers")
     if not isinstance(callers, dict) or not callers or set(table) != {"callers"}:

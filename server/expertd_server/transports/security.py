@@ -144,6 +144,11 @@ class Gate:
         """Whether there is anybody whom it would not let in."""
         return self._access is not None
 
+    def look(self) -> None:
+        """Read the file again where it has changed, as a call does; at most once a second."""
+        if self._access is not None:
+            self._access.current()
+
     def admit(self, context: Any, right: str) -> str:
         """The caller: an Admitted of the file, else the peer's address.  Raises UnauthenticatedError or
         PermissionDeniedError."""

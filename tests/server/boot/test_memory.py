@@ -19,7 +19,7 @@ from expertd_kernels.sources.synthetic import SyntheticModel
 from expertd_kernels.weights.scheme import ActivationQuant
 from expertd_server.boot import memory as module
 from expertd_server.boot.assignment import BootError, assign_layers, open_source
-from expertd_server.boot.memory import give_back, memory_json, memory_text, plan_memory, require_room, settle
+from expertd_server.boot.memory import give_back, host_text, memory_json, memory_text, plan_memory, require_room, settle
 from expertd_server.boot.prepare import Workshop
 from expertd_server.commands.cli import main
 from expertd_server.config.resolve import resolve
@@ -213,6 +213,23 @@ def test_people_and_programs_are_told_the_same():
     assert sum(found[k] for k in ("weights", "scratch", "buffers", "graphs", "context")) == found["serving"]
 
 
+def test_the_limit_of_a_container_is_one_number_with_its_parts():
+    """Pages of files count in a container, though they may be dropped, and the process once."""
+    said = "host memory, as the limit of a container: "
+    gpu, cpu = plan_memory(*made()), plan_memory(*made("cpu-avx512"))
+    mapped = plan_memory(*made("cpu-avx512", cache=Path("somewhere")))
+    assert memory_json(cpu, 0)["host"] == cpu.peak
+    assert memory_json(mapped, 0)["host"] == mapped.peak + mapped.weights
+    assert memory_json(gpu, 0)["host"] == gpu.pinned + gpu.staging
+    assert host_text([mapped]).startswith(f"{said}{(mapped.weights + mapped.peak) / GIB:.2f} GiB (weights 13.")
+    assert host_text([gpu]) == f"{said}0.64 GiB and the process (pinned 0.06, layers being read 0.58)"
+    both = host_text([gpu, cpu])
+    assert f"{(gpu.pinned + gpu.staging + cpu.peak - cpu.context) / GIB:.2f} GiB and the process (pinned" in both
+    assert "layers being read 1.16, weights 13." in both
+    twice = cpu.weights + cpu.scratch + cpu.loading
+    assert f" {(2 * twice + cpu.context) / GIB:.2f} GiB (" in host_text([cpu, cpu])
+
+
 @pytest.mark.parametrize("captured", [0, 10 << 20, 10 * GIB])
 def test_what_is_held_makes_room_by_what_it_takes_now(monkeypatch, captured):
     """Graphs that are not captured yet take nothing: the device says that their memory is free."""
@@ -237,7 +254,9 @@ def test_explain_shows_the_plan_of_a_device_that_is_not_here(capsys):
     assert found["weights"] == plan_memory(*made()).weights
     assert found["free"] == 0, "not known"
     assert main(["explain", "--synthetic", "tiny:int4_g128", "--device", "cpu"]) == 0
-    assert "host memory in GiB: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "host memory in GiB: " in out
+    assert "host memory, as the limit of a container: " in out
 
 
 @pytest.mark.parametrize(

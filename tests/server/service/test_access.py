@@ -6,6 +6,7 @@ import pytest
 
 from expertd.errors import UnauthenticatedError
 from expertd_server.service.access import CALL, parse_access
+from expertd_server.service.reloading import FileError
 
 ONE, TWO = "first-first-first", "second-second-second"
 
@@ -29,3 +30,9 @@ def test_a_wrong_token_is_not_mended_by_a_certificate():
     assert known.admit(None, ["one.example"], CALL) == "one"
     with pytest.raises(UnauthenticatedError, match="a token that is not known"):
         known.admit(ONE, ["one.example"], CALL)
+
+
+@pytest.mark.parametrize("text", [b"a = [", b"\xff", b"a = " + b"[" * 100_000, b"a = " + b"1" * 10_000])
+def test_what_cannot_be_read_as_toml_is_a_fault_of_the_file(text):
+    with pytest.raises(FileError, match="the file of callers is no TOML"):
+        parse_access([text])

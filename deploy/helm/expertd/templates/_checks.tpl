@@ -1,5 +1,6 @@
 {{- /* Values that a schema cannot refuse: they render, and the pods would start. */}}
 {{- define "expertd.checks" -}}
+{{- include "expertd.checkOptions" . }}
 {{- $groups := dict }}
 {{- range $name, $group := .Values.groups }}
 {{- $_ := set $groups $name (mergeOverwrite (deepCopy $.Values.groupDefaults) $group) }}
@@ -11,6 +12,21 @@
 {{- include "expertd.checkOverlap" $groups }}
 {{- include "expertd.checkCoverage" $groups }}
 {{- include "expertd.checkRolling" $groups }}
+{{- end }}
+
+{{- /* Names of options: Helm would print all that there are, if the schema had them. */}}
+{{- define "expertd.checkOptions" -}}
+{{- $known := .Files.Get "options.yaml" | fromYaml }}
+{{- $given := dict "serve" .Values.serve "groupDefaults.serve" .Values.groupDefaults.serve }}
+{{- range $name, $group := .Values.groups }}{{ $_ := set $given (printf "groups.%s.serve" $name) (default (dict) $group.serve) }}{{ end }}
+{{- range $where, $options := $given }}{{ range $option, $_ := $options }}
+{{- if has $option $known.chart }}
+{{- fail (printf "%s.%s: the chart sets this option itself; see docs/deploy.md" $where $option) }}
+{{- end }}
+{{- if not (has $option $known.values) }}
+{{- fail (printf "%s.%s: no option of expertd serve; see docs/options.md" $where $option) }}
+{{- end }}
+{{- end }}{{ end }}
 {{- end }}
 
 {{- define "expertd.checkGroup" -}}
@@ -69,7 +85,7 @@ during an upgrade. */}}
 {{- end }}
 {{- end }}
 {{- if and (gt (len $rolling) 1) (le (int64 $copies) (int64 (len $rolling))) }}
-{{- fail (printf "%s have one copy each of shard %d of %d, and an upgrade replaces these at the same time; want copies: 2 in one of the groups, or updateStrategy: OnDelete in all but one" (join " and " $rolling) $shard (int64 $left.shards.of)) }}
+{{- fail (printf "%s have one copy each of the experts from %d/%d to %d/%d of each layer, and an upgrade replaces these at the same time; want copies: 2 in one of the groups, or updateStrategy: OnDelete in all but one" (join " and " $rolling) $shard (int64 $left.shards.of) (add $shard 1) (int64 $left.shards.of)) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -60,7 +60,7 @@ class ExpertServer:
 
     def __init__(self, service: Service, security: Security = _OPEN) -> None:
         self.service = service
-        gate = Gate(security.callers, service.metrics.reloaded)
+        self._gate = gate = Gate(security.callers, service.metrics.reloaded)
         self._credentials = tls_credentials(security, service.metrics.reloaded, service.metrics.certificate_until.set)
         self.servicer = Servicer(service, gate)
         self._bell, self._reporting = -1, False
@@ -127,11 +127,12 @@ class ExpertServer:
         return self.address
 
     async def _watch(self) -> None:
-        """Callers that do not read what they asked for."""
+        """Callers that do not read what they asked for, and the file of callers, though nobody calls."""
         while True:
             draining = self.service.engine.state is State.DRAINING
             self.servicer.cut_off_the_silent(_UNREAD_DRAINING_S if draining else _UNREAD_S, _IDLE_S)
             self.service.refusals.flush()
+            self._gate.look()
             await asyncio.sleep(0.5)
 
     async def open(self) -> None:
