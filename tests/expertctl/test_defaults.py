@@ -96,7 +96,7 @@ def test_expertd(command, capsys):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)  # nine faults, each with its servers, on a machine that does much else
 @pytest.mark.parametrize("part", PARTS)
 def test_bench(part, capsys):
     assert expertctl.main(["bench", part]) == 0, capsys.readouterr().out
