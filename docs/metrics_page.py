@@ -132,7 +132,7 @@ def seen_everything() -> Metrics:
     own = rpc.report("OK", 0.1, 1, 1)
     way = stages_of(0, 1, 1, 1, 4)
     metrics.exemplify(RequestReport(b"", "unary", 0, 1, 2, "", "reference", 1, 1, 0, 4, way, stages, own), "1", "2")
-    metrics.updates.serve(2, [3])
+    metrics.updates.serve({3: 2})
     metrics.hold([BackendFacts(0, "reference", "int4_g128", "none", "cpu", "order", False)])
     metrics.booted({"plan": 1.0}, {"hit": 1})
     metrics.reloaded("tls", True)

@@ -8,13 +8,14 @@ from typing import Any
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, counted, duration_s
 from expertd.common.tables import console
+from expertd.v1 import weights_service_pb2 as pb
 from expertd_client.weights import DeltaFolder, Updater, publish_delta_folder
 
 __all__ = ["add_parser", "run"]
 
-_DETAILS = """Servers need --admin-listen and room for a second version; they go on serving.  Every server reads,
-quantizes, packs and checks its own experts; when all of them are ready, all of them switch.  Where one is not, none
-does.  The version before stays in memory until the next one is served, or, where three do not fit, until the next
+_DETAILS = """Servers need --admin-listen and room for a second version, or --rolling; they go on serving.  Every server
+reads, quantizes, packs and checks its own experts; when all of them are ready, all of them switch.  Where one is not,
+none does.  The version before stays in memory until the next one is served, or, where three do not fit, until the next
 update begins (--dry-run says so): expertctl versions --rollback."""
 
 
@@ -35,6 +36,15 @@ def add_parser(subparsers: Any, text: str) -> None:
         " then is",
     )
     parser.add_argument(
+        "--rolling",
+        nargs="?",
+        choices=("allowed", "always"),
+        const="allowed",
+        default="no",
+        help="servers whose memory holds no second version switch layer after layer; afterwards there is no version to"
+        " roll back to (always: all servers do)",
+    )
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="only say whether there is room for a second version, and what has to go for it",
@@ -47,16 +57,10 @@ def add_parser(subparsers: Any, text: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     out = console()
-    with Updater(args.address, credentials=credentials(args), timeout_s=args.timeout) as updater:
+    with Updater(args.address, credentials=credentials(args), timeout_s=args.timeout, rolling=args.rolling) as updater:
         if args.dry_run:
-            for address, answer in updater.each("begin", lambda s: s.begin("", dry_run=True)).items():
-                beside = f"{address}: room for a second version beside version {answer.base}"
-                if answer.gives_up:
-                    beside += (
-                        f"; version {answer.gives_up} goes when the update begins: until it is committed there is no"
-                        " version to roll back to"
-                    )
-                out.print(beside, soft_wrap=True)
+            for address, answer in updater.plan().items():
+                out.print(f"{address}: {_plan(answer)}", soft_wrap=True)
         elif args.delta is not None:
             if args.version:
                 raise ValueError(
@@ -72,3 +76,14 @@ def run(args: argparse.Namespace) -> int:
             number = updater.from_checkpoint(args.checkpoint, args.version, label=args.label)
             out.print(f"version {number} is served by {counted(len(args.address), 'server')}")
     return 0
+
+
+def _plan(answer: pb.BeginUpdateResponse) -> str:
+    """What an update will do, for people."""
+    goes = f"; version {answer.gives_up} goes when the update begins" if answer.gives_up else ""
+    if answer.rolling:
+        text = f"rolling: room for one layer beside version {answer.base}, so layers are switched one by one{goes}"
+        return f"{text}; afterwards there is no version to roll back to"
+    if goes:
+        goes += ": until it is committed there is no version to roll back to"
+    return f"room for a second version beside version {answer.base}{goes}"

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from expertctl.commands.options import ADDRESS, add_credentials, credentials
 from expertctl.common.counts import at_least, duration_s
+from expertd.common.ranges import format_ranges
 from expertd.common.tables import console, print_table
 from expertd.errors import printable
 from expertd.v1 import weights_service_pb2 as pb
@@ -57,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if status.update:
             state = pb.UpdateState.Name(status.state).removeprefix("UPDATE_STATE_").lower()
             done = f"{status.layers_done} of {status.layers} layers"
+            if status.rolling:
+                done += f", {status.layers_switched} of them switched"
             out.print(f"{address}: version {status.version} is {state}, {done}", soft_wrap=True)
         if status.last_error:
             out.print(f"{address}: the last update failed: {printable(status.last_error)}", soft_wrap=True)
@@ -89,6 +92,8 @@ def _facts(status: pb.GetUpdateResponse) -> dict[str, Any]:
                 "serving": v.serving,
                 "source": v.source,
                 "folder": v.folder,
+                "rolling": v.rolling,
+                "layers": list(v.layers),
             }
             for v in status.versions
         ],
@@ -105,6 +110,8 @@ def _table(found: Mapping[str, pb.GetUpdateResponse]) -> Table:
         for n, v in enumerate(status.versions):
             ready = datetime.fromtimestamp(v.ready_unix_ns * 1e-9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
             serves = "served" if v.serving else "before"
+            if v.layers:
+                serves = f"layers {format_ranges(v.layers)}"
             row: Sequence[str] = (
                 "" if n else address,
                 str(v.number),

@@ -101,7 +101,7 @@ class AsyncExpertCluster(AsyncForwarder):
         await self._take_slot(call, deadline)
         try:
             landed = asyncio.Event()
-            call.bring(self._quantizes and self._members.take_e4m3, self._members.version)
+            call.bring(self._quantizes and self._members.take_e4m3, self._members.pin(call.layer))
             flight = start(self._state, call, deadline, lambda flight: landed.set())
             try:
                 await landed.wait()

@@ -250,7 +250,7 @@ class ExpertCluster(Forwarder):
             assert deadline is not None
             raise deadline.crowded(call.layer)
         try:
-            call.bring(self._quantizes and self._members.take_e4m3, self._members.version)
+            call.bring(self._quantizes and self._members.take_e4m3, self._members.pin(call.layer))
         except BaseException:
             self._slots.release()
             raise

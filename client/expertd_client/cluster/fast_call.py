@@ -109,7 +109,7 @@ def _assigned(state: ClusterState, table: LayerTable, groups: tuple[int, ...], r
         return table.assignment(groups, table.addresses) if groups else None
     chosen = []
     for group in groups:
-        there = state.members.usable(table.replicas[group], version=request.weights_version)
+        there = state.members.usable(table.replicas[group], version=request.weights_version, layer=request.layer)
         if not there:
             return None
         chosen.append(choose(there, request.tokens, state.clock(), state.rng).address)
@@ -327,7 +327,7 @@ class FastCall:
 
     def _ask_again(self, flight: Flight, parts: Sequence[SubBatch]) -> None:
         """All parts were answered, and the sum is of no use: they are asked for the version that all servers hold."""
-        version = self._call.own_version or self._state.members.agree()
+        version = self._call.own_version or self._state.members.agree(self._call.layer)
         for server, part in zip(self._servers, parts, strict=True):
             flight.add(server.sub(replace(part, request=part.request.pinned(version))))
         self._leave()

@@ -137,7 +137,7 @@ class Flight:
         member.answered(sub.part.request.tokens, now_s - attempt.begin_s, result)
         version = result.weights_version or FIRST_VERSION
         if not sub.part.request.weights_version:
-            self._state.members.learned(member, version)
+            self._state.members.learned(member, version, self.request.layer)
         if version not in member.said:
             self._state.wake(member)
         if result.routes_computed != sub.part.routes:
@@ -179,7 +179,7 @@ class Flight:
         if isinstance(error, RequestCancelledError) and attempt.member.leaving and not self._state.closed:
             error = UnavailableError(f"{attempt.member.address}: it left the placement", request_id=error.request_id)
         if isinstance(error, WeightsVersionNotHeldError):
-            attempt.member.lacks(attempt.sub.part.request.weights_version)
+            attempt.member.lacks(attempt.sub.part.request.weights_version, self.request.layer)
             self._state.wake(attempt.member)
         if attempt.member.refused:
             self._state.wake(attempt.member)
@@ -224,10 +224,10 @@ class Flight:
         members, now_s = self._state.members, self._state.clock()
         chosen, sub.chosen = sub.chosen, None
         version, without = sub.part.request.weights_version, [*sub.spurned, *(t.member for t in sub.tries)]
-        there = [chosen] if chosen else members.usable(sub.replicas, without, version)
+        there = [chosen] if chosen else members.usable(sub.replicas, without, version, self.request.layer)
         if not there and not also:
             sub.spurned = []
-            there = members.usable(sub.replicas, version=version)
+            there = members.usable(sub.replicas, version=version, layer=self.request.layer)
         if not there:
             if not also:
                 self._again(sub, None)
@@ -303,7 +303,7 @@ class Flight:
                 return
         if error is None:
             self._place_anew(sub)
-        elif self._state.members.usable(sub.replicas, sub.spurned, sub.part.request.weights_version):
+        elif self._usable(sub):
             self._ask(sub)
         elif isinstance(error, WeightsVersionNotHeldError):
             self._other_version(sub, error)
@@ -312,6 +312,11 @@ class Flight:
         else:
             self._give_up(sub, error)
 
+    def _usable(self, sub: SubRequest) -> list[Member]:
+        """Servers that it can be sent to once more."""
+        request = sub.part.request
+        return self._state.members.usable(sub.replicas, sub.spurned, request.weights_version, request.layer)
+
     def _place_anew(self, sub: SubRequest) -> None:
         """Puts sub-requests in the place of one, as its experts are held now."""
         members, part = self._state.members, sub.part
@@ -319,13 +324,13 @@ class Flight:
         self.unserved.look()
         version = part.request.weights_version
         if version and not self._own_version:
-            version = members.agree()
+            version = members.agree(self.request.layer)
             part = sub.part = replace(part, request=part.request.pinned(version))
         try:
             table = members.table(self.request.layer)
             found = meant(part.request.topk_ids, table, self.request.layer)
             if (found.orphans and members.unknown) or not all(
-                members.usable(table.replicas[g], version=version) for g in found.groups
+                members.usable(table.replicas[g], version=version, layer=self.request.layer) for g in found.groups
             ):
                 self._wait(sub, None)
                 return
@@ -362,7 +367,7 @@ class Flight:
             unsaid = unsaid if len({sub.server for sub in done}) > 1 else []
             again, waits = [], []
             if not self._over and (len(found) > 1 or unsaid):
-                version = self._own_version or self._state.members.agree() or min(found)
+                version = self._own_version or self._state.members.agree(self.request.layer) or min(found)
                 self._repins += 1
                 again = [sub for sub in done if self._repin(sub, version)]
                 waits = [sub for sub in unsaid if sub not in again]
@@ -400,7 +405,7 @@ class Flight:
         if self._own_version:
             self._give_up(sub, error)
             return
-        version = self._state.members.agree()
+        version = self._state.members.agree(self.request.layer)
         with self._lock:
             self._repins += 1
             other = version != sub.part.request.weights_version and self._repins <= _REPINS
@@ -416,7 +421,7 @@ class Flight:
         """Nobody can be asked for it now.  Who does not hold its version, as was said last, is asked what it holds."""
         version = sub.part.request.weights_version
         for member in self._state.members.by_address.values() if version else ():
-            if version not in member.versions:
+            if not member.holds(version, self.request.layer):
                 self._state.wake(member)
         policy, now_s = self._state.policy, self._state.clock()
         sub.since_s = sub.since_s or now_s
@@ -452,7 +457,7 @@ class Flight:
         """Where servers take requests and none of them holds the version that the sub-request is asked for: that is
         why it was not answered, however much time it had.  None = it is not."""
         members, version = self._state.members, sub.part.request.weights_version
-        if members.usable(sub.replicas) and not members.usable(sub.replicas, version=version):
+        if members.usable(sub.replicas) and not members.usable(sub.replicas, version=version, layer=self.request.layer):
             ids = sub.part.request.topk_ids
             experts = format_ranges(np.unique(ids[ids >= 0]).tolist())
             return self._several(f"no server of experts {experts} that holds version {version} of the weights")

@@ -16,7 +16,7 @@ from expertd.placement import MOST_EXPERTS, MOST_OF_MODEL, expert_ids
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.requests.result import FIRST_VERSION
 
-__all__ = ["Identity", "held_by", "identities_of", "version_of"]
+__all__ = ["Identity", "held_by", "identities_of", "rolling_of", "version_of"]
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,11 @@ def held_by(answer: pb.DescribeResponse) -> dict[int, tuple[int, ...]]:
 def version_of(answer: pb.DescribeResponse) -> int:
     """Of the weights that a server serves."""
     return answer.versions[0].number if answer.versions else FIRST_VERSION
+
+
+def rolling_of(answer: pb.DescribeResponse) -> dict[int, int]:
+    """Version of the weights by layer, while a server switches one layer after another; else empty."""
+    return {layer: v.number for v in answer.versions for layer in v.layers}
 
 
 def identities_of(answer: pb.DescribeResponse) -> dict[int, str]:
@@ -62,10 +67,19 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Said:
-    """What a server said of the version of its weights: ids and digests of its experts by layer."""
+    """What a server said of a layer: the version of its weights, ids and digests of its experts."""
 
     version: int
-    layers: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]]
+    experts: NDArray[np.int64]
+    digests: NDArray[np.uint32]
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Said)
+            and self.version == other.version
+            and np.array_equal(self.experts, other.experts)
+            and np.array_equal(self.digests, other.digests)
+        )
 
 
 class Identity:
@@ -79,7 +93,7 @@ class Identity:
         self._hidden_size = 0
         self._num_experts: dict[int, int] = {}
         self._weights: dict[tuple[int, int], _Known] = {}  # by version and layer
-        self._said: dict[str, _Said] = {}
+        self._said: dict[str, dict[int, _Said]] = {}  # by address and layer
         self._identities: dict[str, dict[int, str]] = {}  # by address and version
         self._warned: set[int] = set()  # versions
         self._lock = threading.Lock()
@@ -125,11 +139,12 @@ class Identity:
 
     def _check_identities(self, address: str, answer: pb.DescribeResponse) -> frozenset[int]:
         self._identities.pop(address, None)
-        mine, fit = identities_of(answer), {}
+        mine, fit = identities_of(answer), dict[int, str]()
+        served = {version_of(answer), *rolling_of(answer).values()}
         for number, identity in mine.items():
             others = {a: said[number] for a, said in self._identities.items() if number in said}
             wrong = {a: i for a, i in others.items() if comparable(i, identity) and i != identity}
-            if wrong and number == version_of(answer):
+            if wrong and number in served:
                 raise PlacementError.about(
                     f"{address}: version {number} of the weights",
                     got=identity[:_SHOWN],
@@ -155,19 +170,22 @@ class Identity:
             )  # fmt: skip
 
     def _check_weights(self, address: str, answer: pb.DescribeResponse) -> None:
+        version, rolling = version_of(answer), rolling_of(answer)
         said = {
-            layer.layer: (np.array(expert_ids(address, layer), np.int64), np.array(layer.weight_digests, np.uint32))
+            layer.layer: _Said(
+                rolling.get(layer.layer, version),
+                np.array(expert_ids(address, layer), np.int64),
+                np.array(layer.weight_digests, np.uint32),
+            )
             for layer in answer.layers
             if layer.weight_digests and layer.held
         }
-        version = version_of(answer)
-        before = self._said.get(address)
-        if before is not None and before.version == version and _same(before.layers, said):
+        if self._said.get(address) == said:
             return
         self._forget(address)
-        for number, (experts, digests) in said.items():
-            known = self._weights.get((version, number))
-            most = self._num_experts[number]
+        for number, mine in said.items():
+            known = self._weights.get((mine.version, number))
+            most, experts, digests = self._num_experts[number], mine.experts, mine.digests
             if len(experts) != len(digests) or experts[-1] >= most:
                 raise PlacementError.about(
                     f"{address}: layer {number}",
@@ -177,30 +195,30 @@ class Identity:
             if known is not None:
                 others = (known.told[experts] > 0) & (known.digests[experts] != digests)
                 if others.any():
-                    raise self._other_weights(address, version, number, experts[others])
-        self._said[address] = _Said(version, said)
-        for number, (experts, digests) in said.items():
+                    raise self._other_weights(address, mine.version, number, experts[others])
+        self._said[address] = said
+        for number, mine in said.items():
             most = self._num_experts[number]
             known = self._weights.setdefault(
-                (version, number), _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32))
+                (mine.version, number), _Known(np.zeros(most, np.uint32), np.zeros(most, np.int32))
             )
-            known.digests[experts] = digests
-            known.told[experts] += 1
+            known.digests[mine.experts] = mine.digests
+            known.told[mine.experts] += 1
 
     def _forget(self, address: str) -> None:
         said = self._said.pop(address, None)
         if said is None:
             return
-        for number, (experts, _) in said.layers.items():
-            self._weights[said.version, number].told[experts] -= 1
-        if all(other.version != said.version for other in self._said.values()):
-            self._weights = {key: known for key, known in self._weights.items() if key[0] != said.version}
+        for number, mine in said.items():
+            self._weights[mine.version, number].told[mine.experts] -= 1
+        left = {(one.version, number) for other in self._said.values() for number, one in other.items()}
+        self._weights = {key: known for key, known in self._weights.items() if key in left}
 
     def _other_weights(self, address: str, version: int, number: int, experts: NDArray[np.int64]) -> PlacementError:
         replicas = [
             a
             for a, said in self._said.items()
-            if said.version == version and number in said.layers and np.isin(experts, said.layers[number][0]).any()
+            if number in said and said[number].version == version and np.isin(experts, said[number].experts).any()
         ]
         return PlacementError.about(
             f"{address}: layer {number}, experts {format_ranges(experts.tolist())}",
@@ -208,12 +226,3 @@ class Identity:
             want=f"those of {', '.join(replicas)}",
             remedy="it is not asked: look for a damaged or another copy of the checkpoint, on either side",
         )
-
-
-def _same(
-    one: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]],
-    other: dict[int, tuple[NDArray[np.int64], NDArray[np.uint32]]],
-) -> bool:
-    return one.keys() == other.keys() and all(
-        np.array_equal(a, other[n][0]) and np.array_equal(b, other[n][1]) for n, (a, b) in one.items()
-    )

@@ -23,7 +23,7 @@ from expertd.errors import (
     WeightsVersionNotHeldError,
 )
 from expertd.v1 import expert_service_pb2 as pb
-from expertd_client.cluster.identity import Identity, held_by, identities_of
+from expertd_client.cluster.identity import Identity, held_by, identities_of, rolling_of
 from expertd_client.exchange.exchange import Exchange
 from expertd_client.requests.deadline import Deadline
 from expertd_client.requests.e4m3 import taken
@@ -56,6 +56,7 @@ class Member:
     max_tokens   its largest batch; 0 = no bound
     takes_e4m3   hidden states as e4m3; None = it has not said
     versions     of the weights that it holds, first the one that it serves; () = it has not said
+    rolling      version of the weights by layer, while it switches one layer after another and has one of each; else {}
     said         those that its last Describe named, and that were compared with what other servers hold under the
                  same numbers
     asked        whether Describe was asked, and answered or not
@@ -89,6 +90,7 @@ class Member:
         self.max_tokens = 0
         self.takes_e4m3: bool | None = None
         self.versions: tuple[int, ...] = ()
+        self.rolling: Mapping[int, int] = {}
         self.said: frozenset[int] = frozenset()
         self.asked = False
         self.description: pb.DescribeResponse | None = None
@@ -232,17 +234,33 @@ class Member:
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
-    def computed(self, version: int) -> bool:
+    def holds(self, version: int, layer: int) -> bool:
+        """Whether it may be asked for that version of a layer."""
+        return self.rolling.get(layer) == version if self.rolling else version in self.versions
+
+    def serves(self, layer: int) -> int:
+        """The version of a layer that it computes where it is asked for none; 0 = not known."""
+        return self.rolling.get(layer, 0) if self.rolling else self.versions[0] if self.versions else 0
+
+    def computed(self, version: int, layer: int) -> bool:
         """It answered with that version, and was not asked for one.  Whether that is another than it served before,
         which it may hold still.  One that it has not named yet may be of other weights than others' of that number."""
         now = self.versions
+        if self.rolling:
+            if self.rolling.get(layer) == version or version not in self.said:
+                return False
+            self.rolling = {**self.rolling, layer: version}
+            return True
         if not now or now[0] == version or version not in self.said:
             return False
         self.versions = (version, *(v for v in now if v != version))[:2]
         return True
 
-    def lacks(self, version: int) -> None:
+    def lacks(self, version: int, layer: int) -> None:
         """It refused a request for that version."""
+        if self.rolling:  # and has others of its other layers; Describe will say which
+            self.rolling = {n: v for n, v in self.rolling.items() if n != layer}
+            return
         self.versions = tuple(v for v in self.versions if v != version)
 
     # ---- watched -----------------------------------------------------------------------------------------------------
@@ -274,6 +292,7 @@ class Member:
             self.place(self._placed)
         held = [v.number for v in answer.versions] or [FIRST_VERSION]
         self.versions = tuple(v for v in held if v in self.said or not self.said)
+        self.rolling = {n: v for n, v in rolling_of(answer).items() if v in self.versions}
         with self._lock:
             self.asked = True
             self._settled = self.exchange.load
@@ -287,6 +306,7 @@ class Member:
         """Whether it says what it said when it was accepted; looking at it again each second would cost callers."""
         last = self._accepted
         same = last is not None and identities_of(last) == identities_of(answer)
+        same = same and last is not None and rolling_of(last) == rolling_of(answer)
         if same and last is not None and last.model == answer.model and last.layers == answer.layers:
             return True
         self._accepted = None

@@ -57,6 +57,7 @@ class Members:
         self.epoch = 0
         self.version = 0
         self._versions: frozenset[int] = frozenset()
+        self._rolls = False
         self._make = make
         self._stall_s = stall_s
         self._identity = Identity()
@@ -215,13 +216,18 @@ class Members:
 
     # ---- versions of the weights -------------------------------------------------------------------------------------
 
-    def agree(self) -> int:
+    def agree(self, layer: int | None = None) -> int:
         """Chooses `version` anew, by what the servers hold.  Returns the version that calls are computed by: the one
         that all servers serve; while they serve several, the newest one of which every expert is held, served or not;
-        where there is none, the newest one that is served."""
+        where there is none, the newest one that is served.  layer: that the calls are for; only this layer counts while
+        servers switch one layer after another."""
         there = [m for m in self.by_address.values() if m.versions and not m.leaving]
         there = [m for m in there if not m.refused] or there
         self._versions = frozenset(v for m in there for v in m.versions)
+        self._rolls = any(m.rolling for m in there)
+        if self._rolls:
+            self.version = 0
+            return self._version_of(layer, there)[0] if layer is not None else 0
         served = {m.versions[0] for m in there}
         if len(served) < 2:
             self.version = 0
@@ -231,9 +237,28 @@ class Members:
         self.version = max(whole or served)
         return self.version
 
-    def learned(self, member: Member, version: int) -> None:
+    def pin(self, layer: int) -> int:
+        """The version that calls for a layer ask for that name none; 0 = none, as all servers serve the same one."""
+        if not self._rolls:
+            return self.version
+        there = [m for m in self.by_address.values() if m.versions and not m.leaving and not m.refused]
+        version, several = self._version_of(layer, there)
+        return version if several else 0
+
+    def _version_of(self, layer: int, there: Sequence[Member]) -> tuple[int, bool]:
+        """(the version that calls for a layer are computed by, whether servers serve several of it)."""
+        there = [m for m in there if layer in m.held]
+        served = {v for m in there if (v := m.serves(layer))}
+        if len(served) < 2:
+            return next(iter(served), 0), False
+        every = _experts_of(there).get(layer)
+        holding = {v: [m for m in there if m.holds(v, layer)] for v in self._versions}
+        whole = [v for v, those in holding.items() if _experts_of(those).get(layer) == every]
+        return max(whole or served), True
+
+    def learned(self, member: Member, version: int, layer: int) -> None:
         """A server answered with that version of the weights, and was asked for none."""
-        if member.computed(version):
+        if member.computed(version, layer):
             self.agree()
 
     def versions_text(self) -> str:
@@ -245,13 +270,15 @@ class Members:
         found = sorted(servers.items(), reverse=True)
         return "; ".join(f"{', '.join(those)}: {' and '.join(map(str, held))}" for held, those in found)
 
-    def usable(self, addresses: Sequence[str], without: Sequence[Member] = (), version: int = 0) -> list[Member]:
-        """Those of the servers that may be asked now.  version: of the weights, that they must hold where some server
-        is known to do; 0 = any."""
+    def usable(
+        self, addresses: Sequence[str], without: Sequence[Member] = (), version: int = 0, layer: int = 0
+    ) -> list[Member]:
+        """Those of the servers that may be asked now.  version: of the layer's weights, that they must hold where some
+        server is known to hold it of any layer; 0 = any."""
         now_s, known = self.clock(), self.by_address
         there = [m for a in addresses if (m := known.get(a)) is not None and m.usable(now_s)]
         if version and version in self._versions:
-            there = [m for m in there if version in m.versions]
+            there = [m for m in there if m.holds(version, layer)]
         return [m for m in there if m not in without] if without else there
 
 

@@ -34,7 +34,7 @@ def place(
     servers = []
     for group in meant.groups:
         replicas = table.replicas[group]
-        there = members.usable(replicas, version=request.weights_version)
+        there = members.usable(replicas, version=request.weights_version, layer=request.layer)
         member = choose(there, request.tokens, members.clock(), rng) if there else None
         servers.append(replicas[0] if member is None else member.address)
         chosen.setdefault(servers[-1], member)

@@ -138,7 +138,7 @@ def server_call(
     member = state.members.by_address.get(assigned.server)
     if member is None or not member.usable(now_s):
         return None
-    if request.weights_version and request.weights_version not in member.versions:
+    if request.weights_version and not member.holds(request.weights_version, request.layer):
         return None
     found = member.exchange.blocking()
     if found is None or (tokens > 1 and 0 < most_tokens(state.members, assigned.replicas) < tokens):

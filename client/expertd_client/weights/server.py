@@ -29,8 +29,8 @@ class WeightsServer:
     """address: the server's own; its WeightsService is where Describe says (--admin-listen).  Errors are rows of
     expertd.errors whose text begins with the address.
 
-    timeout_s   of each call but prepare(), which takes as long as packing does; also how long put() tries again where
-                too much waits to be packed
+    timeout_s   of each call but prepare() and roll(), which take as long as packing does; also how long put() tries
+                again where too much waits to be packed
     """
 
     def __init__(self, address: str, credentials: Credentials | None = None, timeout_s: float = 60.0) -> None:
@@ -61,6 +61,7 @@ class WeightsServer:
         lease_s: int = 0,
         dry_run: bool = False,
         host: str = "",
+        rolling: pb.RollingUpdate = pb.ROLLING_UPDATE_UNSPECIFIED,
     ) -> pb.BeginUpdateResponse:
         request = pb.BeginUpdateRequest(
             update=update,
@@ -72,6 +73,7 @@ class WeightsServer:
             lease_s=lease_s,
             dry_run=dry_run,
             host_id=host,
+            rolling=rolling,
         )
         answer: pb.BeginUpdateResponse = self._call("BeginUpdate", request)
         return answer
@@ -97,6 +99,12 @@ class WeightsServer:
 
     def commit(self, update: str) -> expert_pb.WeightVersion:
         answer: pb.CommitUpdateResponse = self._call("CommitUpdate", pb.CommitUpdateRequest(update=update))
+        return answer.version
+
+    def roll(self, update: str, through: int | None = None) -> expert_pb.WeightVersion:
+        """commit() of a rolling update, up to the layer with this index; None: all of them."""
+        request = pb.CommitUpdateRequest(update=update, through_layer=through)
+        answer: pb.CommitUpdateResponse = self._call("CommitUpdate", request, _PREPARE_S)
         return answer.version
 
     def abort(self, update: str) -> None:

@@ -34,7 +34,7 @@ class WeightSync:
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
         """Whether every server can be reached and has room.  init_info: nothing of it is needed."""
         self._updater.versions()
-        self._updater.each("begin", lambda s: s.begin("", dry_run=True))
+        self._updater.plan()
 
     def start_weight_update(self) -> None:
         """One that is under way here is let go of: its trainer began again."""

@@ -30,12 +30,18 @@ from expertd_client.weights.sampled import Sampled
 from expertd_client.weights.server import WeightsServer
 from expertd_client.weights.tensors import parts_of, raw_of
 
-__all__ = ["Update", "Updater"]
+__all__ = ["ROLLING", "Update", "Updater"]
 
 _T = TypeVar("_T")
 
 BUCKET_BYTES = 16 << 20
 """Of tensors in a message: below the 64 MiB that servers take, and large beside what a message costs."""
+ROLLING = {
+    "no": pb.ROLLING_UPDATE_UNSPECIFIED,
+    "allowed": pb.ROLLING_UPDATE_ALLOWED,
+    "always": pb.ROLLING_UPDATE_REQUIRED,
+}
+"""Whether layers are switched one by one; allowed: where no second version fits."""
 _EXPERT = re.compile(r"layers\.(\d+)\..*?\.experts\.(\d+)\.")
 _UNDER_WAY = 2
 """Messages to one server at once."""
@@ -50,6 +56,8 @@ class Updater:
     hashes         send a SHA-256 of each tensor, which servers check: what was damaged on its way is refused
     timeout_s      of each call to a server; packing takes as long as it takes
     lease_s        seconds without a call after which a server lets go of an update: a trainer that died
+    rolling        of ROLLING: whether servers may switch layer after layer, where their memory holds no second version.
+                   They do so together; afterwards there is no version to roll back to
     cuda_ipc       servers of this host read tensors in memory of an NVIDIA GPU where they lie, without hashes; those
                    may be overwritten when prepare() has returned, not before.  UnavailableError where a server does not
     """
@@ -64,17 +72,25 @@ class Updater:
         timeout_s: float = 60.0,
         lease_s: int = 60,
         cuda_ipc: bool = False,
+        rolling: str = "no",
     ) -> None:
         addresses = [servers] if isinstance(servers, str) else list(servers)
         if not addresses or len(set(addresses)) < len(addresses):
             raise ValueError(f"servers: got {addresses}, want at least one address, each once")
+        if rolling not in ROLLING:
+            raise ValueError(f"rolling: got {rolling!r}, want {', '.join(ROLLING)}")
         self.servers = [WeightsServer(address, credentials, timeout_s) for address in addresses]
         self._bucket_bytes, self._hashes, self._lease_s, self._cuda_ipc = bucket_bytes, hashes, lease_s, cuda_ipc
+        self._rolling = ROLLING[rolling]
         self._pool = ThreadPoolExecutor(_UNDER_WAY * len(addresses), "expertd-updater")
 
     def versions(self) -> dict[str, list[expert_pb.WeightVersion]]:
         """Held by each server, the one that it serves first.  Raises UpdateFailedError where one does not answer."""
         return {a: list(answer.versions) for a, answer in self._status().items()}
+
+    def plan(self) -> dict[str, pb.BeginUpdateResponse]:
+        """By server, what an update would take and give up there.  Raises UpdateFailedError where one has no room."""
+        return self.each("begin", lambda s: s.begin("", dry_run=True, rolling=self._rolling))
 
     @contextlib.contextmanager
     def version(self, number: int = 0, *, label: str = "", base: int = 0, delta: bool = False) -> Iterator[Update]:
@@ -112,10 +128,12 @@ class Updater:
         name = f"update-{number}-{uuid.uuid4().hex[:12]}"
         update = Update(self, name, number)
         options: dict[str, Any] = {"label": label, "base": base, "checkpoint": checkpoint, "delta": delta}
+        options["rolling"] = self._rolling
         try:
             host = host_id() if self._cuda_ipc and not checkpoint else ""
             begun = self.each("begin", lambda s: s.begin(name, number, lease_s=self._lease_s, host=host, **options))
             update.sampled = Sampled(begun.values(), delta)
+            update.rolls = frozenset(address for address, answer in begun.items() if answer.rolling)
             if host:
                 update.memory = TrainerSession(begun)
             update.held = self.each("describe", lambda s: s.held()) if not checkpoint else {}
@@ -127,10 +145,15 @@ class Updater:
     def rollback(self, number: int = 0) -> int:
         """Every server serves the version before again, whose number this returns; number: it must be that one.  Raises
         UpdateFailedError where one does not hold it; then none has changed."""
-        held = {a: [v.number for v in versions] for a, versions in self.versions().items()}
+        told = self.versions()
+        held = {a: [v.number for v in versions] for a, versions in told.items()}
         wanted = number or next((v[1] for v in held.values() if len(v) > 1), 0)
         lacks = {
-            a: ChangeUnknownError(f"{a}: got versions {v}, want {wanted or 'one before the served one'} among them")
+            a: ChangeUnknownError(
+                f"{a}: got versions {v}, want {wanted or 'one before the served one'} among them"
+                + "; the served one came layer by layer and has left none before it: publish the old checkpoint under a"
+                " higher version" * told[a][0].rolling
+            )
             for a, v in held.items()
             if not wanted or wanted not in v
         }
@@ -184,6 +207,7 @@ class Update:
     sent_bytes   of tensors, to all servers
     memory    where servers read a GPU's memory by themselves; None: they do not
     sampled   what the identity of the new version is made from
+    rolls     addresses of servers that switch layer after layer
     """
 
     def __init__(self, updater: Updater, name: str, number: int) -> None:
@@ -192,6 +216,7 @@ class Update:
         self.sent_bytes = 0
         self.memory: TrainerSession | None = None
         self.sampled = Sampled((), False)
+        self.rolls: frozenset[str] = frozenset()
         self._updater = updater
         self._buckets: dict[str, list[pb.WeightPart]] = {s.address: [] for s in updater.servers}
         self._sizes = dict.fromkeys(self._buckets, 0)
@@ -243,17 +268,29 @@ class Update:
 
     def commit(self) -> None:
         """Every server serves the new version.  Where one cannot, those that do are rolled back: no expert is then
-        served of the new version alone.  Raises UpdateFailedError."""
+        served of the new version alone.  Servers that roll come last: the others still compute the version before for
+        them.  They cannot be rolled back; where one stops, call this again.  Raises UpdateFailedError."""
+        whole = [s for s in self._updater.servers if s.address not in self.rolls]
         done: list[WeightsServer] = []
         try:
-            for server in self._updater.servers:
+            for server in whole:
                 self._commit_on(server)
                 done.append(server)
         except ExpertdError as error:
-            failed = self._updater.servers[len(done)]
-            self._quietly(lambda s: s.abort(self.name), self._updater.servers[len(done) :])
+            self._quietly(lambda s: s.abort(self.name), [s for s in self._updater.servers if s not in done])
             stay = self._quietly(lambda s: s.rollback(), done)
-            raise _failed("commit", {failed.address: error}, stay) from error
+            raise _failed("commit", {whole[len(done)].address: error}, stay) from error
+        self._roll([s for s in self._updater.servers if s.address in self.rolls])
+
+    def _roll(self, servers: Sequence[WeightsServer]) -> None:
+        """Each layer on all of these at once, or a cluster of them would wait for the slowest: a layer has no version
+        but one."""
+        if not servers:
+            return
+        layers = self._updater.each("describe", lambda s: s.held(), servers)
+        for layer in sorted({n for held in layers.values() for n in held}):
+            self._updater.each("commit", lambda s, to=layer: self._roll_on(s, to), servers)  # type: ignore[misc]
+        self._updater.each("commit", self._roll_on, servers)
 
     def abort(self) -> None:
         """Every server lets go of it, as far as it can be reached; its lease ends it elsewhere."""
@@ -277,6 +314,18 @@ class Update:
                 if server.status().versions[0].number == self.number:
                     return
                 server.commit(self.name)
+                return
+            raise
+
+    def _roll_on(self, server: WeightsServer, through: int | None = None) -> None:
+        """The answer may be lost, or the server started again with all layers of the new version."""
+        try:
+            server.roll(self.name, through)
+        except (UnavailableError, ChangeUnknownError):
+            with contextlib.suppress(ExpertdError):
+                served = server.status().versions[0]
+                if served.number != self.number or served.layers:
+                    server.roll(self.name, through)
                 return
             raise
 

@@ -300,7 +300,7 @@ class DescribeResponse(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., version: _Optional[str] = ..., model: _Optional[_Union[Model, _Mapping]] = ..., layers: _Optional[_Iterable[_Union[Layer, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., input_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., output_dtypes: _Optional[_Iterable[_Union[DataType, str]]] = ..., transports: _Optional[_Iterable[str]] = ..., placement_epoch: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., memory: _Optional[_Union[Memory, _Mapping]] = ..., admin_address: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[WeightVersion, _Mapping]]] = ...) -> None: ...
 
 class WeightVersion(_message.Message):
-    __slots__ = ("number", "label", "digest", "ready_unix_ns", "serving", "source", "identity", "folder")
+    __slots__ = ("number", "label", "digest", "ready_unix_ns", "serving", "source", "identity", "folder", "rolling", "layers")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +309,8 @@ class WeightVersion(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     FOLDER_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     number: int
     label: str
     digest: str
@@ -317,7 +319,9 @@ class WeightVersion(_message.Message):
     source: str
     identity: str
     folder: str
-    def __init__(self, number: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[str] = ..., ready_unix_ns: _Optional[int] = ..., serving: _Optional[bool] = ..., source: _Optional[str] = ..., identity: _Optional[str] = ..., folder: _Optional[str] = ...) -> None: ...
+    rolling: bool
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., label: _Optional[str] = ..., digest: _Optional[str] = ..., ready_unix_ns: _Optional[int] = ..., serving: _Optional[bool] = ..., source: _Optional[str] = ..., identity: _Optional[str] = ..., folder: _Optional[str] = ..., rolling: _Optional[bool] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Memory(_message.Message):
     __slots__ = ("weights_bytes", "scratch_bytes", "buffers_bytes", "graphs_bytes", "context_bytes", "pinned_bytes", "limit_bytes", "free_bytes", "weights_mapped", "loading_bytes", "shared_bytes", "pools_bytes")

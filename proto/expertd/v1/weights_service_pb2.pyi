@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class RollingUpdate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLLING_UPDATE_UNSPECIFIED: _ClassVar[RollingUpdate]
+    ROLLING_UPDATE_ALLOWED: _ClassVar[RollingUpdate]
+    ROLLING_UPDATE_REQUIRED: _ClassVar[RollingUpdate]
+
 class WeightDelta(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WEIGHT_DELTA_UNSPECIFIED: _ClassVar[WeightDelta]
@@ -20,6 +26,10 @@ class UpdateState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UPDATE_STATE_RECEIVING: _ClassVar[UpdateState]
     UPDATE_STATE_PACKING: _ClassVar[UpdateState]
     UPDATE_STATE_READY: _ClassVar[UpdateState]
+    UPDATE_STATE_COMMITTING: _ClassVar[UpdateState]
+ROLLING_UPDATE_UNSPECIFIED: RollingUpdate
+ROLLING_UPDATE_ALLOWED: RollingUpdate
+ROLLING_UPDATE_REQUIRED: RollingUpdate
 WEIGHT_DELTA_UNSPECIFIED: WeightDelta
 WEIGHT_DELTA_XOR: WeightDelta
 WEIGHT_DELTA_OVERWRITE: WeightDelta
@@ -27,9 +37,10 @@ UPDATE_STATE_UNSPECIFIED: UpdateState
 UPDATE_STATE_RECEIVING: UpdateState
 UPDATE_STATE_PACKING: UpdateState
 UPDATE_STATE_READY: UpdateState
+UPDATE_STATE_COMMITTING: UpdateState
 
 class BeginUpdateRequest(_message.Message):
-    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run", "delta", "host_id")
+    __slots__ = ("update", "version", "label", "base", "fingerprint", "lease_s", "checkpoint", "dry_run", "delta", "host_id", "rolling")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
@@ -40,6 +51,7 @@ class BeginUpdateRequest(_message.Message):
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
     update: str
     version: int
     label: str
@@ -50,10 +62,11 @@ class BeginUpdateRequest(_message.Message):
     dry_run: bool
     delta: bool
     host_id: str
-    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ..., host_id: _Optional[str] = ...) -> None: ...
+    rolling: RollingUpdate
+    def __init__(self, update: _Optional[str] = ..., version: _Optional[int] = ..., label: _Optional[str] = ..., base: _Optional[int] = ..., fingerprint: _Optional[str] = ..., lease_s: _Optional[int] = ..., checkpoint: _Optional[str] = ..., dry_run: _Optional[bool] = ..., delta: _Optional[bool] = ..., host_id: _Optional[str] = ..., rolling: _Optional[_Union[RollingUpdate, str]] = ...) -> None: ...
 
 class BeginUpdateResponse(_message.Message):
-    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes", "memory_endpoint", "memory_token", "memory_refusal", "sampled", "base_identity", "gives_up")
+    __slots__ = ("version", "base", "layers", "memory", "waiting_limit_bytes", "memory_endpoint", "memory_token", "memory_refusal", "sampled", "base_identity", "gives_up", "rolling")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +78,7 @@ class BeginUpdateResponse(_message.Message):
     SAMPLED_FIELD_NUMBER: _ClassVar[int]
     BASE_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     GIVES_UP_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
     version: int
     base: int
     layers: int
@@ -76,7 +90,8 @@ class BeginUpdateResponse(_message.Message):
     sampled: _containers.RepeatedScalarFieldContainer[str]
     base_identity: str
     gives_up: int
-    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ..., memory_endpoint: _Optional[str] = ..., memory_token: _Optional[str] = ..., memory_refusal: _Optional[str] = ..., sampled: _Optional[_Iterable[str]] = ..., base_identity: _Optional[str] = ..., gives_up: _Optional[int] = ...) -> None: ...
+    rolling: bool
+    def __init__(self, version: _Optional[int] = ..., base: _Optional[int] = ..., layers: _Optional[int] = ..., memory: _Optional[_Union[_expert_service_pb2.Memory, _Mapping]] = ..., waiting_limit_bytes: _Optional[int] = ..., memory_endpoint: _Optional[str] = ..., memory_token: _Optional[str] = ..., memory_refusal: _Optional[str] = ..., sampled: _Optional[_Iterable[str]] = ..., base_identity: _Optional[str] = ..., gives_up: _Optional[int] = ..., rolling: _Optional[bool] = ...) -> None: ...
 
 class DeviceMemory(_message.Message):
     __slots__ = ("handle", "offset")
@@ -145,10 +160,12 @@ class PrepareUpdateResponse(_message.Message):
     def __init__(self, version: _Optional[_Union[_expert_service_pb2.WeightVersion, _Mapping]] = ..., layers: _Optional[int] = ..., packing_s: _Optional[float] = ...) -> None: ...
 
 class CommitUpdateRequest(_message.Message):
-    __slots__ = ("update",)
+    __slots__ = ("update", "through_layer")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
+    THROUGH_LAYER_FIELD_NUMBER: _ClassVar[int]
     update: str
-    def __init__(self, update: _Optional[str] = ...) -> None: ...
+    through_layer: int
+    def __init__(self, update: _Optional[str] = ..., through_layer: _Optional[int] = ...) -> None: ...
 
 class CommitUpdateResponse(_message.Message):
     __slots__ = ("version",)
@@ -171,7 +188,7 @@ class GetUpdateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetUpdateResponse(_message.Message):
-    __slots__ = ("update", "state", "version", "layers", "layers_done", "kept_bytes", "waiting_bytes", "last_error", "versions", "highest_version")
+    __slots__ = ("update", "state", "version", "layers", "layers_done", "kept_bytes", "waiting_bytes", "last_error", "versions", "highest_version", "rolling", "layers_switched")
     UPDATE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +199,8 @@ class GetUpdateResponse(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ROLLING_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_SWITCHED_FIELD_NUMBER: _ClassVar[int]
     update: str
     state: UpdateState
     version: int
@@ -192,7 +211,9 @@ class GetUpdateResponse(_message.Message):
     last_error: str
     versions: _containers.RepeatedCompositeFieldContainer[_expert_service_pb2.WeightVersion]
     highest_version: int
-    def __init__(self, update: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., version: _Optional[int] = ..., layers: _Optional[int] = ..., layers_done: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., last_error: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[_expert_service_pb2.WeightVersion, _Mapping]]] = ..., highest_version: _Optional[int] = ...) -> None: ...
+    rolling: bool
+    layers_switched: int
+    def __init__(self, update: _Optional[str] = ..., state: _Optional[_Union[UpdateState, str]] = ..., version: _Optional[int] = ..., layers: _Optional[int] = ..., layers_done: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., waiting_bytes: _Optional[int] = ..., last_error: _Optional[str] = ..., versions: _Optional[_Iterable[_Union[_expert_service_pb2.WeightVersion, _Mapping]]] = ..., highest_version: _Optional[int] = ..., rolling: _Optional[bool] = ..., layers_switched: _Optional[int] = ...) -> None: ...
 
 class RollbackVersionRequest(_message.Message):
     __slots__ = ("version",)

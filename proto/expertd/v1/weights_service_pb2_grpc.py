@@ -101,7 +101,8 @@ class WeightsServiceServicer:
 
     def CommitUpdate(self, request, context):
         """Serves the new version from now on. The version before is held until the next one is committed, for Rollback, or,
-        where memory holds no three, until the next update begins.
+        where memory holds no three, until the next update begins. Of a rolling update: makes, checks and switches layer
+        after layer, and answers after the last one. Where that fails in the middle, Commit goes on where it stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

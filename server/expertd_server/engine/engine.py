@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -168,27 +169,34 @@ class Engine(Worker):
 
         self.between(run)
 
-    def hold(self, layers: Iterable[ServedLayer], version: int = 0, keep: bool = False) -> None:
+    def hold(
+        self,
+        layers: Iterable[ServedLayer],
+        version: int = 0,
+        keep: bool = False,
+        others: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         """Hold these layers from now on and no others.  A request is computed by what was held when it was taken.
 
-        version   of their weights
+        version   of their weights; others: of layers that are of another one, by index, and may be held already
         keep      what they replace, layer by layer, is still computed for requests that ask for its version, until the
                   next hold()
         """
         now = self.holding
-        holding = Holding(layers, version, Holding(now.values(), now.version) if keep else None)
+        before = Holding(now.values(), now.version, others=now.others) if keep else None
+        holding = Holding(layers, version, before, others)
         self.between(lambda: self._reserve(holding))
         new = [s for s in holding.values() if now.get(s.layer) is not s]
         graphs = self._graphs_of(new, now)
         with self._lock:
-            before, self.holding = self.holding, holding
+            gone, self.holding = self.holding, holding
         for served in new:
-            self._layers.add(served, version, keep)
+            self._layers.add(served, holding.version_of(served.layer), keep)
             for graph in graphs[served.generation]:
                 self._core.add_graph(served.layer, served.generation, *graph)
-        for number in set(before) - set(holding):
+        for number in set(gone) - set(holding):
             self._core.remove_layer(number)
-        if not keep and before.before is not None:
+        if not keep and gone.before is not None:
             self._core.drop_kept()
 
     def _graphs_of(self, new: list[ServedLayer], now: Holding) -> dict[int, list[tuple[int, ...]]]:
@@ -238,7 +246,7 @@ class Engine(Worker):
         holding = self.holding
         found = holding.find(layer, version)
         if found is None and layer in holding:
-            raise refusal("version_not_held", version=version, held=", ".join(map(str, holding.versions)))
+            raise refusal("version_not_held", version=version, held=", ".join(map(str, holding.versions(layer))))
         if found is None:
             raise self._core.not_held(layer)
         return found

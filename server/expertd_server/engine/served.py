@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,22 +64,33 @@ class Holding(Mapping[int, ServedLayer]):
     """The layers held at one moment, by index, ascending; never changes.  A later moment has another Holding.
 
     version   of their weights, 0 = they have none
+    others    versions of layers that are of another one, by index: while an update rolls
     before    what they replaced, for requests that ask for its version; None = it is not held any more
     """
 
-    def __init__(self, layers: Iterable[ServedLayer] = (), version: int = 0, before: Holding | None = None) -> None:
+    def __init__(
+        self,
+        layers: Iterable[ServedLayer] = (),
+        version: int = 0,
+        before: Holding | None = None,
+        others: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._layers = {s.layer: s for s in sorted(layers, key=lambda s: s.layer)}
-        self.version, self.before = version, before
+        self.version, self.before, self.others = version, before, others
 
-    @property
-    def versions(self) -> list[int]:
-        """Of the weights that requests can ask for, the one that is served first."""
-        return [h.version for h in (self, self.before) if h is not None]
+    def version_of(self, index: int) -> int:
+        """Of the weights that a layer is served with."""
+        return self.others.get(index, self.version)
+
+    def versions(self, index: int) -> list[int]:
+        """Of a layer's weights that requests can ask for, the one that is served first."""
+        return [h.version_of(index) for h in (self, self.before) if h is not None and index in h]
 
     def find(self, index: int, version: int = 0) -> ServedLayer | None:
         """version: of its weights, 0 = whichever is served.  None: that layer is not held, or not of that version."""
-        if version and version != self.version:
-            return None if self.before is None or version != self.before.version else self.before.find(index)
+        if version and version != self.version_of(index):
+            before = self.before
+            return None if before is None or version != before.version_of(index) else before.find(index)
         return self._layers.get(index)
 
     def __getitem__(self, index: int) -> ServedLayer:

@@ -513,7 +513,7 @@ class Host:
         if self.residence.memory is not None:
             self.metrics.plan(planned_bytes(self.residence.memory))
         self._describe.versions = self._updates.messages()
-        self.metrics.updates.serve(self._updates.version.number, booted)
+        self.metrics.updates.serve({n: self.residence.version_of(n) for n in booted})
         devices = dict.fromkeys(w.device for w in self._workshop.each)
         self._describe.update(list(booted.values()), self.residence.memory, tuple(devices), leaving)
 

@@ -39,7 +39,7 @@ from expertd_server.engine.engine import Engine
 from expertd_server.engine.served import ServedLayer
 
 # Why it is so: decision 85 in DECISIONS.md.
-__all__ = ["FIRST", "Change", "Residence", "Weights"]
+__all__ = ["FIRST", "Change", "Residence", "Room", "Weights"]
 
 FIRST = 1
 """Number of the weights that a server is started with."""
@@ -68,6 +68,20 @@ class Weights:
     version: int
 
 
+@dataclass(frozen=True)
+class Room:
+    """For other weights of what is held.
+
+    plan     of memory with them; None = nothing is held
+    before   whether the weights before stay
+    rolling  there is room for one layer beside those held, and layers are replaced one after another
+    """
+
+    plan: MemoryPlan | None
+    before: bool
+    rolling: bool = False
+
+
 class Residence:
     """From any thread; one change at a time, others wait.  While new weights are made (claim()) changes are refused.
 
@@ -76,6 +90,8 @@ class Residence:
     version  number of the weights that are served; set before boot()
     before   the weights that switch() replaced, for switch() back and for requests that ask for their version; a change
              of what is held lets go of them
+    others   versions of layers that are not of `version`, while roll() replaces one after another; changes of what is
+             held are refused then
     changed  called after each change with what is held then, and what of it is to be told no more
     """
 
@@ -95,6 +111,7 @@ class Residence:
         self._moving = False
         self.version = FIRST
         self.before: Weights | None = None
+        self.others: Mapping[int, int] = MappingProxyType({})
         self.booted: Mapping[int, Booted] = MappingProxyType({})
         self.memory: MemoryPlan | None = None
 
@@ -240,16 +257,20 @@ class Residence:
         self._claimed = ""
         self._changing.release()
 
-    def room_beside(self) -> tuple[MemoryPlan | None, bool]:
-        """The plan of what is held and of as much beside it, None = nothing is held; and whether `before` stays.  Where
-        it has to go, the plan is without it.  Raises BootError where that does not fit either."""
+    def room_beside(self, rolling: bool = False) -> Room:
+        """For as much as is held, beside it; `before` goes where all three do not fit, and the plan is without it.
+        rolling: for the largest layer alone.  Raises BootError where that does not fit."""
         held = [b.assignment for b in self.booted.values()]
         if not held:
-            return None, True
+            return Room(None, True, rolling)
+        if rolling:
+            unlike = {plan_memory(self._config, [a]): a for a in held}
+            plans = [self._require_room([a], advise=False) for a in unlike.values()]
+            return Room(max(plans, key=lambda plan: plan.peak), self.before is None, True)
         if self.before is not None:
             with contextlib.suppress(BootError):
-                return self._require_room([*self._assignments_before(), *held], advise=False), True
-        return self._require_room(held, advise=False), self.before is None
+                return Room(self._require_room([*self._assignments_before(), *held], advise=False), True)
+        return Room(self._require_room(held, advise=False), self.before is None)
 
     @property
     def weights(self) -> Weights:
@@ -264,17 +285,44 @@ class Residence:
             return boot_layer(assigner.layer(layer, held), workshop, measure=False, like=self.booted.get(layer))
 
     def switch(self, weights: Weights) -> Weights | None:
-        """Serve these instead of those that are served, which become `before`; between claim() and unclaim().  They
-        hold the same layers and experts.  What was taken before is computed by the others.  Returns what was `before`
-        until now and is for release(); None: nothing, or these."""
+        """Serve these instead of those that are served, which become `before`, unless they are of several versions;
+        between claim() and unclaim().  They hold the same layers and experts.  What was taken before is computed by the
+        others.  Returns what is served no more and is for release(); None: nothing, or these."""
         assert {n: b.assignment.held for n, b in weights.booted.items()} == {
             n: b.assignment.held for n, b in self.booted.items()
         }, "other experts than those that are held"
         older = None if self.before is weights else self.before
-        self.before = self.weights
+        mixed = bool(self.others)
+        if mixed:
+            older = self.weights
+        else:
+            self.before = self.weights
+        self.others = MappingProxyType({})
         self._assigner, self._workshop, self.version = weights.assigner, weights.workshop, weights.version
-        self._hold(weights.booted, keep=True)
+        self._hold(weights.booted, keep=not mixed)
         return older
+
+    def version_of(self, layer: int) -> int:
+        """Of the weights that a layer which is held is served with."""
+        return self.others.get(layer, self.version)
+
+    def roll(self, weights: Weights, booted: Booted) -> list[ServedLayer]:
+        """Serve this layer, of these weights, instead of the one that is served; between claim() and unclaim(), with
+        nothing `before`.  The first one makes `version` theirs.  Returns the layer that is served no more, for
+        let_go(); what was taken before is computed by it."""
+        layer = booted.served.layer
+        others = {n: self.version_of(n) for n in self.booted if self.version_of(n) != weights.version}
+        others.pop(layer, None)
+        gone = [self.booted[layer].served]
+        self.others = MappingProxyType(others)
+        self._assigner, self._workshop, self.version = weights.assigner, weights.workshop, weights.version
+        self._hold({**self.booted, layer: booted})
+        return gone
+
+    def let_go(self, gone: list[ServedLayer]) -> None:
+        """Wait until no request uses these layers, and give their memory back.  gone: emptied.  Raises TimeoutError,
+        and then their memory goes with the last of them."""
+        self._release(gone, _RELEASE_S)
 
     def drop_before(self) -> None:
         """Let go of the weights before, and give their memory back as soon as no request uses them."""
@@ -304,6 +352,12 @@ class Residence:
         """Raises BootError."""
         if self._claimed:
             raise BootError(self._claimed)
+        if self.others:
+            versions = ", ".join(map(str, sorted({self.version, *self.others.values()})))
+            raise BootError(
+                f"layers are of versions {versions} of the weights, since a rolling update stopped in the middle;"
+                " publish a higher version first (expertctl update --rolling)"
+            )
 
     def _other(self, wanted: Experts) -> tuple[list[Assignment], list[int]]:
         """(layers to be made, layers that go) where what is held differs from `wanted`.  Raises BootError."""
@@ -394,7 +448,7 @@ class Residence:
         """keep: what is replaced can still be asked for by its version."""
         after = MappingProxyType(dict(sorted(booted.items())))
         self.memory = plan_memory(self._config, [b.assignment for b in after.values()]) if after else None
-        self._engine.hold((b.served for b in after.values()), self.version, keep)
+        self._engine.hold((b.served for b in after.values()), self.version, keep, self.others)
         self.booted = after
         self._changed(after, {})
 

@@ -190,7 +190,7 @@ class Service:
     def submit(self, r: EngineRequest, drawing: SyntheticTensors | None) -> Future[None] | None:
         """The second half.  A Future while much is drawn: whoever reads requests of this caller waits for it first."""
         if r.tokens == 0:
-            _answer_empty(r, self.engine.holding.version)
+            _answer_empty(r, r.weights_version or self.engine.holding.version_of(r.layer.layer))
         elif drawing is None:
             self.engine.submit(r)
         elif drawing.elements <= _DRAW_AT_ONCE:

@@ -132,7 +132,9 @@ class Store:
         if self._root is None:
             return
         with replacing(self._root / "served.json") as file:
-            file.write(json.dumps(asdict(served)).encode())
+            facts = asdict(served)
+            del facts["version"]["rolling"]  # which older servers do not know, and a restart has no use for
+            file.write(json.dumps(facts).encode())
 
     def drop_but(self, versions: Collection[Version]) -> None:
         """Delete the tensors of all other versions; what cannot be deleted stays."""

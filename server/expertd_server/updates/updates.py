@@ -3,7 +3,7 @@
     updates.begin("step-7", version=7)          its layers are made on a thread of their own, as they are complete
     updates.put("step-7", parts)                tensors, or parts of them
     job = updates.seal("step-7")                no tensor comes any more: job.ended is set when it is ready, or failed
-    updates.commit("step-7")                    or updates.abort("step-7")
+    updates.commit("step-7")                    or updates.abort("step-7"); of a rolling update it only begins that
     updates.rollback()                          the version before again
 
 Until commit() the version that was served goes on, whatever happens; what was made for an update that ends otherwise is
@@ -15,20 +15,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-
-from torch import Tensor
 
 from expertd.errors import (
     ChangePendingError,
     ChangeRefusedError,
     ChangeUnknownError,
     ExpertdError,
-    QueueFullError,
     RequestCancelledError,
 )
 from expertd.v1 import expert_service_pb2 as expert_pb
@@ -43,74 +40,25 @@ from expertd_server.boot.assignment import Assignment, BootError, files_state
 from expertd_server.boot.memory import MemoryPlan, free_bytes
 from expertd_server.config.serve import ServeConfig
 from expertd_server.engine.served import ServedLayer
-from expertd_server.residence.residence import Residence, Weights
+from expertd_server.residence.residence import Residence, Room, Weights
 from expertd_server.service.response import error_of
 from expertd_server.updates.identity import identity_of, sampled_names
+from expertd_server.updates.job import Job, UpdateRequest, put_bytes, put_memory, word
 from expertd_server.updates.memory import TrainerMemory, memory_refusal, room_on
 from expertd_server.updates.packing import Packing
+from expertd_server.updates.rolling import LAST, Rollout
 from expertd_server.updates.sources import GoneSource, alike, checkpoint_of
 from expertd_server.updates.store import Served, Store
 from expertd_server.updates.versions import CHECKPOINT, TENSORS, Version, version_message
 from expertd_server.views.update_metrics import UpdateMetrics
 
 # Why it is so: decision 168 in DECISIONS.md.
-__all__ = ["UpdateRequest", "Job", "Updates"]
+__all__ = ["Updates"]
 
 log = logging.getLogger(__name__)
 
 _ENDING_S = 10.0
 """How long a new update waits for the memory of one that has failed."""
-_ENCODING = {
-    pb.WEIGHT_DELTA_UNSPECIFIED: "",
-    pb.WEIGHT_DELTA_XOR: "xor",
-    pb.WEIGHT_DELTA_OVERWRITE: "overwrite",
-}
-
-
-@dataclass(frozen=True)
-class UpdateRequest:
-    """What an update is begun with, as in BeginUpdateRequest; version 0 = the next one, base 0 = not checked; delta:
-    tensors are put as differences from the base, or not at all."""
-
-    update: str
-    version: int = 0
-    label: str = ""
-    base: int = 0
-    checkpoint: str = ""
-    lease_s: float = 60.0
-    delta: bool = False
-
-
-@dataclass(eq=False)
-class Job:
-    """An update under way.
-
-    received     tensors that are put; None: the server reads `folder`, whose files were as `files` says
-    memories     of the trainer's GPU, that tensors are read from
-    waiting_limit_bytes  of tensors that may wait to be packed; 0 = not known
-    gives_up     the version that was let go of for it; 0 = none
-    ended        set when every layer is ready, or with `error`
-    """
-
-    asked: UpdateRequest
-    version: Version
-    packing: Packing
-    received: Received | None
-    folder: Checkpoint | None
-    files: str
-    memory: MemoryPlan | None
-    memories: TrainerMemory
-    waiting_limit_bytes: int
-    gives_up: int
-    state: pb.UpdateState = pb.UPDATE_STATE_RECEIVING
-    error: ExpertdError | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    lease: threading.Timer | None = None
-
-    def end_lease(self) -> None:
-        lease, self.lease = self.lease, None  # which has the job, and the job what was served when it began
-        if lease is not None:
-            lease.cancel()
 
 
 class Updates:
@@ -142,6 +90,7 @@ class Updates:
         self._released.set()
         self.version, self._highest = served.version, served.highest
         self._before: Version | None = None
+        self._others: dict[int, Version] = {}  # that layers are of while an update rolls, by number
         self.last_error = ""
 
     @property
@@ -160,7 +109,13 @@ class Updates:
 
     def messages(self) -> list[expert_pb.WeightVersion]:
         """Versions held, the one that is served first."""
-        out = [version_message(self.version, self._residence.booted, serving=True)]
+        known = {v.number: v for v in (*self._others.values(), self._before, self.version) if v is not None}
+        booted, of = self._residence.booted, self._residence.version_of
+        served = sorted({of(n) for n in booted} or {self.version.number}, reverse=True)
+        out = []
+        for number in served:
+            layers = {n: b for n, b in booted.items() if of(n) == number}
+            out.append(version_message(known[number], layers, serving=True, partly=len(served) > 1))
         weights, before = self._residence.before, self._before
         if weights is not None and before is not None:
             out.append(version_message(before, weights.booted, serving=False))
@@ -168,14 +123,29 @@ class Updates:
 
     # ---- one update --------------------------------------------------------------------------------------------------
 
-    def room(self) -> tuple[MemoryPlan | None, int]:
-        """The plan of memory with a new version beside those that are held, and the one that is let go of for it, 0 =
-        none.  Raises ChangeRefusedError."""
+    def room(self, rolling: pb.RollingUpdate = pb.ROLLING_UPDATE_UNSPECIFIED) -> tuple[Room, int]:
+        """What there is for a new version beside those that are held, and the one that is let go of for it, 0 = none.
+        Raises ChangeRefusedError."""
         try:
-            plan, stays = self._residence.room_beside()
-            return plan, 0 if stays or self._before is None else self._before.number
+            room = self._residence.room_beside(rolling=rolling == pb.ROLLING_UPDATE_REQUIRED)
         except BootError as e:
-            raise ChangeRefusedError(f"a second version beside the one that is served: {e}") from e
+            room = self._rolling_room(rolling, e)
+        return room, 0 if room.before or self._before is None else self._before.number
+
+    def _rolling_room(self, rolling: pb.RollingUpdate, whole: BootError) -> Room:
+        """Where a whole version does not fit.  Raises ChangeRefusedError."""
+        if rolling == pb.ROLLING_UPDATE_REQUIRED:
+            raise ChangeRefusedError(f"one layer beside those that are served: {whole}") from whole
+        why = f"a second version beside the one that is served: {whole}"
+        try:
+            room = self._residence.room_beside(rolling=True)
+        except BootError as e:
+            raise ChangeRefusedError(f"{why}; one layer beside those that are served: {e}") from e
+        if rolling == pb.ROLLING_UPDATE_UNSPECIFIED:
+            raise ChangeRefusedError(
+                f"{why}; for one layer more there is room: allow a rolling update (expertctl update --rolling)"
+            ) from whole
+        return room
 
     def begin(self, asked: UpdateRequest) -> Job:
         """Raises ChangePendingError where another is under way, ChangeRefusedError where it cannot be."""
@@ -192,7 +162,7 @@ class Updates:
                     return job
                 raise ChangePendingError.about(
                     f"update {asked.update!r}",
-                    got=f"update {job.asked.update!r}, {_word(job.state)}",
+                    got=f"update {job.asked.update!r}, {word(job.state)}",
                     want="none, or the same one with the same fields",
                     remedy="commit or abort that one first",
                 )
@@ -218,34 +188,59 @@ class Updates:
         if not booted:
             raise ChangeRefusedError("update: this server holds no layer; want some held first")
         self._released.wait()  # what the last commit replaced takes memory until then
-        memory, gives_up = self.room()
+        room, gives_up = self.room(asked.rolling)
+        memory, rolling = room.plan, room.rolling
         received: Received | None = None
         files = ""
         version = Version(self._highest + 1, asked.label, TENSORS)
         if asked.version:
             version = replace(version, number=asked.version)
+        version = replace(version, rolling=rolling)
         if folder is not None:
             files = files_state(replace(self._config, checkpoint=folder.root))
             take = _layers_of(folder, booted)
             version = replace(version, source=CHECKPOINT, folder=asked.checkpoint, identity=identity_of(folder))
         else:
-            if self._checkpoint is None:
-                raise ChangeRefusedError(
-                    "update: this server serves a synthetic model, which has no names of tensors; want --checkpoint, or"
-                    " a folder in BeginUpdateRequest.checkpoint"
-                )
-            base = self._base() if asked.delta else None
-            held = {n: b.assignment.held for n, b in booted.items()}
-            exact = [n for n, b in booted.items() if not b.assignment.info.quantized]
-            room = room_on(self._residence.weights.workshop.device)
-            received = Received(self._checkpoint, held, base, room, exact)
+            received = self._received(asked.delta, room)
             take = received.take
         if gives_up:
             self._residence.drop_before()  # which is what rollback() would serve: not before the update can be
-        packing = Packing(self._residence, take, partial(self._keep, version), self._failed)
+        packing = Packing(self._residence, take, partial(self._keep, version), self._failed, rolling)
         memories = TrainerMemory(self._residence.weights.workshop.device)
-        limit = self._waiting_limit(memory)
-        return Job(asked, version, packing, received, folder, files, memory, memories, limit, gives_up)
+        limit = self._waiting_limit(memory, rolling)
+        return Job(asked, version, packing, received, folder, files, memory, memories, limit, gives_up, rolling)
+
+    def _received(self, delta: bool, room: Room) -> Received:
+        """Where tensors are put.  Raises ChangeRefusedError."""
+        if self._checkpoint is None:
+            raise ChangeRefusedError(
+                "update: this server serves a synthetic model, which has no names of tensors; want --checkpoint, or"
+                " a folder in BeginUpdateRequest.checkpoint"
+            )
+        if room.rolling:
+            self._require_room_for_tensors(room.plan)
+        booted = self._residence.booted
+        base = self._base() if delta else None
+        held = {n: b.assignment.held for n, b in booted.items()}
+        exact = [n for n, b in booted.items() if not b.assignment.info.quantized]
+        place = room_on(self._residence.weights.workshop.device)
+        return Received(self._checkpoint, held, base, place, exact)
+
+    def _require_room_for_tensors(self, plan: MemoryPlan | None) -> None:
+        """Of a rolling update, for which nothing is given up.  Raises ChangeRefusedError."""
+        if not self._store.keeps:
+            raise ChangeRefusedError(
+                "update: it has to roll, and this server has no --held, where tensors are kept until their layers are"
+                " switched; want --held, or a folder (expertctl update --checkpoint DIR)"
+            )
+        limit = self._waiting_limit(plan, True)
+        most = max(2 * _elements(b.assignment) for b in self._residence.booted.values())
+        if 0 < limit < most:
+            raise ChangeRefusedError.about(
+                f"update: a layer's tensors take {most} bytes while they arrive",
+                got=f"room for {limit}",
+                want="room for them, or a folder (expertctl update --checkpoint DIR)",
+            )
 
     def _keep(self, version: Version, layer: int, source: Checkpoint, held: Sequence[int]) -> None:
         """Write the tensors of a layer for a restart.  Raises BootError."""
@@ -257,6 +252,8 @@ class Updates:
 
     def _base(self) -> Checkpoint:
         """The tensors of the version that is served.  Raises ChangeRefusedError."""
+        if self._residence.others:
+            raise ChangeRefusedError("delta: layers are of several versions; want an update with all tensors")
         source = self._residence.weights.workshop.source
         found = None if isinstance(source, GoneSource) else checkpoint_of(source)
         if found is None:
@@ -278,15 +275,17 @@ class Updates:
             want = f"more than {self._highest}, the highest here"
             raise ChangeRefusedError.about("version", got=asked.version, want=want)
 
-    def _waiting_limit(self, memory: MemoryPlan | None) -> int:
-        """What is left beside two versions, at least of a layer."""
+    def _waiting_limit(self, memory: MemoryPlan | None, rolling: bool) -> int:
+        """What is left beside two versions, or beside one and a layer; at least of a layer."""
         if memory is None:
             return 0
         if memory.kind != "cpu":  # pinned, so no more than a few layers where there is little
             most = max(4 * _elements(b.assignment) for b in self._residence.booted.values())
             return max(3 * most, available_bytes() // 2)
         free = free_bytes(self._residence.weights.workshop.device)
-        left = [free - memory.weights // 2 - memory.loading] if free else []
+        held = self._residence.memory
+        new = memory.weights - held.weights if rolling and held is not None else memory.weights // 2
+        left = [free - new - memory.loading] if free else []
         left += [memory.limit - memory.peak] if memory.limit else []
         return max(1 << 20, min(left)) if left else 0
 
@@ -315,7 +314,7 @@ class Updates:
         kept = ignored = 0
         for p in parts:
             try:
-                mine, nbytes = self._put_memory(job, p) if p.HasField("memory") else self._put_bytes(job, p)
+                mine, nbytes = put_memory(job, p) if p.HasField("memory") else put_bytes(job, p)
             except (CheckpointError, OSError) as e:  # also no memory for it
                 raise ChangeRefusedError(f"update {update!r}: {e}") from e
             kept, ignored = (kept + nbytes, ignored) if mine else (kept, ignored + nbytes)
@@ -323,31 +322,6 @@ class Updates:
             self._metrics.put(kept)
             job.packing.wake()
         return job, kept, ignored
-
-    @staticmethod
-    def _put_bytes(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
-        """(whether it is of an expert that is held, bytes).  Raises CheckpointError, OSError, QueueFullError."""
-        assert job.received is not None
-        data = p.data  # each time a copy
-        _require_waiting_room(job, job.received, len(data))
-        encoding = _ENCODING.get(p.delta, "unknown")
-        shape = list(p.shape)
-        mine = job.received.put(p.name, p.dtype, shape, p.offset, data, p.sha256, encoding, p.checksum)
-        return mine, len(data)
-
-    @staticmethod
-    def _put_memory(job: Job, p: pb.WeightPart) -> tuple[bool, int]:
-        """The same of a tensor that is read where it lies."""
-        assert job.received is not None
-        if p.data or p.offset or p.sha256 or p.delta or p.checksum:
-            raise CheckpointError(f"{p.name}: lies in memory of a GPU: want no bytes, no hash and no difference of it")
-        at, sizes = p.memory, [0]
-
-        def where(nbytes: int) -> Tensor:
-            sizes[0] = nbytes
-            return job.memories.tensor(p.name, at.handle, at.offset, nbytes)
-
-        return job.received.put_memory(p.name, p.dtype, list(p.shape), where), sizes[0]
 
     def sampled(self) -> list[str]:
         """Names of the tensors that the identity of an update with tensors is made from."""
@@ -380,14 +354,19 @@ class Updates:
         self._end(job, error)
         raise error
 
-    def commit(self, update: str) -> Version:
-        """Serves it.  Once more does nothing.  Raises ChangeUnknownError."""
+    def commit(self, update: str, through: int = LAST) -> Rollout | None:
+        """Serves it.  Once more does nothing.  Of a rolling update: lets the layers up to the index `through` be
+        served; the Rollout says when they are, None = all of them are.  Raises ChangeUnknownError."""
         with self._lock:
             if self._job is None and update == self._committed:
-                return self.version
+                return None
             job = self._of(update)
-            if job.state != pb.UPDATE_STATE_READY:
-                raise ChangePendingError(f"update {update!r}: is {_word(job.state)}; want it ready: prepare it first")
+            if job.state not in (pb.UPDATE_STATE_READY, pb.UPDATE_STATE_COMMITTING):
+                raise ChangePendingError(f"update {update!r}: is {word(job.state)}; want it ready: prepare it first")
+            if job.rollout is not None:
+                job.rollout.allow(through)
+                job.rollout.start()  # where it stopped
+                return job.rollout
             job.end_lease()
             weights = self._weights(job)
             try:
@@ -405,12 +384,15 @@ class Updates:
         self._release(older)
         self._tell_restart()
         self._metrics.ended("committed", job.packing.packing_s)
-        return self.version
+        return None
 
     def abort(self, update: str) -> None:
-        """Lets go of it; returns when its memory is free."""
+        """Lets go of it; returns when its memory is free.  Raises ChangePendingError where layers are being switched:
+        what stopped in the middle can be let go of, and layers stay of the versions that they are of."""
         job = self._job
         if job is not None and job.asked.update == update:
+            if job.state == pb.UPDATE_STATE_COMMITTING and job.rollout is not None and not job.rollout.failed:
+                raise ChangePendingError(f"update {update!r}: is committing; it goes on, and cannot be let go of")
             self._end(job, ChangeRefusedError(f"update {update!r}: was aborted"), "aborted")
 
     def rollback(self, number: int = 0) -> Version:
@@ -422,7 +404,14 @@ class Updates:
             weights, before = self._residence.before, self._before
             if weights is None or before is None or (number and number != before.number):
                 got = "none" if weights is None or before is None else f"version {before.number}"
-                raise ChangeUnknownError.about(f"version {number or 'before'}", got=got, want="one that is held")
+                if self.version.rolling:
+                    got = f"version {self.version.number}, which came layer by layer and has left none before it"
+                raise ChangeUnknownError.about(
+                    f"version {number or 'before'}",
+                    got=got,
+                    want="one that is held",
+                    remedy="publish the old checkpoint under a higher version: expertctl update --checkpoint DIR",
+                )
             try:
                 self._residence.claim("the version before is being served again")
             except BootError as e:
@@ -470,10 +459,20 @@ class Updates:
         job.end_lease()
         if job.state == pb.UPDATE_STATE_PACKING:
             return
-        error = ChangeRefusedError(f"update {job.asked.update!r}: no call about it for {job.asked.lease_s:g} s")
-        job.lease = threading.Timer(job.asked.lease_s, self._end, (job, error))
+        job.lease = threading.Timer(job.asked.lease_s, self._expired, (job,))
         job.lease.name, job.lease.daemon = "expertd-update-lease", True
         job.lease.start()
+
+    def _expired(self, job: Job) -> None:
+        """Nobody called about it.  What is half switched goes on, unless it cannot."""
+        with self._lock:
+            if job.lease is not threading.current_thread():
+                return
+            if job.state == pb.UPDATE_STATE_COMMITTING and job.rollout is not None and not job.rollout.failed:
+                job.rollout.allow()
+                return
+        error = ChangeRefusedError(f"update {job.asked.update!r}: no call about it for {job.asked.lease_s:g} s")
+        self._end(job, error)
 
     def _ready(self, job: Job) -> None:
         """Wait for the last layer.  On a thread of its own."""
@@ -483,8 +482,19 @@ class Updates:
             if self._job is not job or job.error is not None:
                 return
             job.version = replace(job.version, ready_unix_ns=time.time_ns())
-            job.state = pb.UPDATE_STATE_READY
-            self._renew(job)
+            try:
+                job.rollout = self._rollout(job) if job.rolling else None
+                job.state = pb.UPDATE_STATE_READY
+                self._renew(job)
+            except (CheckpointError, OSError) as e:
+                unreadable: Exception | None = e
+            else:
+                unreadable = None
+        if unreadable is not None:
+            self._end(job, ChangeRefusedError(f"update {job.asked.update!r}: {unreadable}"))
+            return
+        if job.rollout is not None:
+            job.rollout.start()  # the first layer is ready before somebody asks for it
         job.ended.set()
 
     def _failed(self, e: Exception) -> None:
@@ -503,10 +513,14 @@ class Updates:
             job.error = error
             job.end_lease()
         job.packing.stop()
+        if job.rollout is not None:
+            job.rollout.stop()
         job.received = None
         job.memories.close()
         self._store.drop_but([self.version, *([] if self.before is None else [self.before])])
         with self._lock:
+            if self._job is not job:  # its last layer was switched meanwhile
+                return
             self._job = None
             self.last_error = error.message
             self._residence.unclaim()
@@ -519,10 +533,10 @@ class Updates:
         """The new version as the residence holds it: with a source that later changes of experts read from."""
         served = self._residence.weights
         booted = MappingProxyType(dict(sorted(job.packing.booted.items())))
+        first = next(iter(job.packing.done.values())).assignment.info
         source: ExpertSource
         workshop = served.workshop
         if job.folder is not None:
-            first = next(iter(booted.values())).assignment.info
             source = alike(job.folder, first.layer, first)
             workshop = replace(workshop, source=source, files=job.files)
         else:
@@ -533,8 +547,7 @@ class Updates:
             source = GoneSource(self._source, why)
             workshop = replace(workshop, source=source, cache=None)
             if self._store.keeps and self._checkpoint is not None:
-                first = next(iter(booted.values())).assignment.info
-                held = {n: b.assignment.held for n, b in booted.items()}
+                held = {n: m.assignment.held for n, m in job.packing.done.items()}
                 kept = open_kept(self._store.folder(job.version.number), self._checkpoint, held)
                 source = alike(kept, first.layer, first)
                 workshop = replace(workshop, source=source)
@@ -559,10 +572,11 @@ class Updates:
 
     def _serve(self, version: Version, weights: Weights) -> list[ServedLayer]:
         """Returns layers that nobody can ask for any more."""
-        self.version, self._before = version, self.version
+        self.version, self._before = version, None if self._residence.others else self.version
         self._highest = max(self._highest, version.number)
         older = self._residence.switch(weights)
-        self._store.drop_but([self.version, self._before])
+        self._others = {}
+        self._store.drop_but([v for v in (self.version, self._before) if v is not None])
         return [] if older is None else [b.served for b in older.booted.values()]
 
     def _release(self, gone: list[ServedLayer]) -> None:
@@ -580,9 +594,63 @@ class Updates:
 
         threading.Thread(target=release, name="expertd-update-release", daemon=True).start()
 
-    def layers(self) -> Mapping[int, int]:
-        """Version that is served, by layer."""
-        return dict.fromkeys(self._residence.booted, self.version.number)
+    # ---- a rolling update: on its thread -----------------------------------------------------------------------------
+
+    def _rollout(self, job: Job) -> Rollout:
+        """Raises CheckpointError, OSError."""
+        return Rollout(
+            self._residence,
+            self._weights(job),
+            job.packing.done,
+            began=partial(self._began, job),
+            failed=partial(self._stuck, job),
+            ended=partial(self._rolled, job),
+        )
+
+    def _began(self, job: Job) -> None:
+        """Before the first layer is switched: from now on a restart serves the new version, all layers of it.  Raises
+        ChangeRefusedError, and then nothing has changed."""
+        with self._lock:
+            if job.folder is not None and job.files != files_state(replace(self._config, checkpoint=job.folder.root)):
+                raise ChangeRefusedError(f"checkpoint: files in {job.asked.checkpoint} have changed; begin it again")
+            try:
+                self._remember(job.version)
+            except OSError as e:
+                raise ChangeRefusedError(
+                    f"--held: cannot be written, so a restart would serve the old version: {e}"
+                ) from e
+            left = set(self._residence.others.values())
+            self._others = {n: v for n, v in self._others.items() if n in left} | {self.version.number: self.version}
+            self.version, self._before = job.version, None
+            self._highest = max(self._highest, job.version.number)
+            job.state = pb.UPDATE_STATE_COMMITTING
+
+    def _stuck(self, job: Job, e: Exception) -> ExpertdError:
+        """What a commit is told that stopped."""
+        rollout = job.rollout
+        assert rollout is not None
+        why = f"update {job.asked.update!r}: {e}"
+        if rollout.begun:
+            why += f"; {rollout.switched} of {job.packing.layers} layers are switched: commit it again to go on"
+        error = error_of(e, why) if not isinstance(e, (BootError, ChangeRefusedError, TimeoutError)) else None
+        log.warning("%s", why)
+        with self._lock:
+            self.last_error = why
+            self._renew(job)
+        return error or ChangeRefusedError(why)
+
+    def _rolled(self, job: Job) -> None:
+        """Every layer is of the new version."""
+        with self._lock:
+            job.end_lease()
+            self._job, self._others = None, {}
+            self._committed, self.last_error = job.asked.update, ""
+            self._store.drop_but([self.version])
+            self._residence.unclaim()
+        self._residence.give_back()
+        self._tell_restart()
+        seconds = 0.0 if job.rollout is None else job.rollout.seconds
+        self._metrics.ended("committed", job.packing.packing_s + seconds)
 
 
 def _layers_of(folder: Checkpoint, layers: Iterable[int]) -> Callable[[], tuple[int, Checkpoint] | None]:
@@ -590,24 +658,7 @@ def _layers_of(folder: Checkpoint, layers: Iterable[int]) -> Callable[[], tuple[
     return lambda: next(((n, folder) for n in left), None)
 
 
-def _require_waiting_room(job: Job, received: Received, nbytes: int) -> None:
-    """Raises QueueFullError, or ChangeRefusedError where waiting would not help."""
-    limit, waiting = job.waiting_limit_bytes, received.waiting_bytes
-    if not limit or waiting + nbytes <= limit:
-        return
-    got = f"{waiting} bytes that wait for the rest of their layers, and {nbytes} more"
-    if not received.ready and not job.packing.busy:
-        raise ChangeRefusedError.about("tensors", got=got, want=f"at most {limit}", remedy="send layer after layer")
-    raise QueueFullError.about(
-        "tensors", got=got, want=f"at most {limit}", remedy="try again after retry_after_us", retry_after_us=200_000
-    )
-
-
 def _elements(held: Assignment) -> int:
     """Weights of the experts that are held of a layer."""
     i = held.info
     return len(held.held) * (i.activation.segments + 1) * i.hidden_size * i.intermediate_size
-
-
-def _word(state: pb.UpdateState) -> str:
-    return pb.UpdateState.Name(state).removeprefix("UPDATE_STATE_").lower()

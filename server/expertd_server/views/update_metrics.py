@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -45,11 +45,11 @@ class UpdateMetrics:
         self._updates.labels(outcome).inc()
         self._packing.inc(packing_s)
 
-    def serve(self, version: int, layers: Collection[int]) -> None:
-        """These layers are served with that version from now on, and no others."""
-        now = {str(layer) for layer in layers}
-        for layer in self._layers - now:
+    def serve(self, versions: Mapping[int, int]) -> None:
+        """These layers are served with these versions from now on, and no others."""
+        now = {str(layer): version for layer, version in versions.items()}
+        for layer in self._layers - set(now):
             self._version.remove(layer)
-        for layer in now:
+        for layer, version in now.items():
             self._version.labels(layer).set(version)
-        self._layers = now
+        self._layers = set(now)

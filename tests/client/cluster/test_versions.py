@@ -430,3 +430,131 @@ def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
             thread.join()
         assert len(seen) > 1
         nothing_under_way(cluster)
+
+
+class Rolling(Versioned):
+    """Which switches one layer after another, and has one version of each: `of`, by layer."""
+
+    def __init__(self, held, layers=(0, 1, 2)):
+        super().__init__(dict.fromkeys(layers, held))
+        self.of, self.refused = dict.fromkeys(layers, 1), []
+
+    def serve(self, request):
+        self.does(request)
+        version = self.of[request.layer]
+        if request.weights_version not in (0, version):
+            self.refused.append((request.layer, request.weights_version))
+            raise WeightsVersionNotHeldError(f"got {request.weights_version}, want {version}")
+        self.versions = [version]
+        return super().serve(request)
+
+    def describe(self, request):
+        of = dict(self.of)
+        served = sorted(set(of.values()), reverse=True)
+        found = super().describe(request)
+        del found.versions[:]
+        for layer in found.layers:
+            digests = [self.digest_of(of[layer.layer], e.first) for e in layer.held]
+            layer.weight_digests[:] = digests
+        for v in served:
+            layers = [n for n in of if of[n] == v] if len(served) > 1 else []
+            found.versions.add(number=v, serving=True, rolling=True, identity=self.identity_of(v), layers=layers)
+        return found
+
+
+def described(cluster):
+    """What every server says now is known."""
+    members = cluster._members.by_address.values()
+    before = {m.address: m.description for m in members}
+    for member in members:
+        cluster._wake(member)
+    until(lambda: all(m.description is not before[m.address] for m in members))
+
+
+def test_servers_that_roll_at_different_moments_wait_for_each_other_layer_by_layer():
+    servers = {"a": Rolling(range(4)), "b": Rolling(range(4, 8)), "c": Rolling(range(4))}
+    with cluster_of(servers, policy=Policy(hedge=0.0)) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        for name in "ac":
+            servers[name].of[0] = 2
+        described(cluster)
+        for _ in range(5):
+            check(cluster.forward(1, X, IDS, W), 1)
+            check(cluster.forward(2, X, IDS, W, weights_version=1), 1)
+        assert not any(s.refused for s in servers.values()), "nobody is asked for what it has not"
+        with pytest.raises(WeightsVersionNotHeldError, match="no server of experts 4-7 that holds version 2"):
+            cluster.forward(0, X, IDS, W, timeout_s=0.3)
+        with pytest.raises((WeightsVersionNotHeldError, DeadlineExceededError)):
+            cluster.forward(0, X, IDS, W, weights_version=1, timeout_s=0.3)
+        servers["b"].of[0] = 2
+        check(cluster.forward(0, X, IDS, W), 2)
+        described(cluster)
+        check(cluster.forward(0, X, IDS, W), 2)
+        check(cluster.forward(1, X, IDS, W), 1)
+        for server in servers.values():
+            server.of = dict.fromkeys(server.of, 2)
+        described(cluster)
+        for layer in range(3):
+            check(cluster.forward(layer, X, IDS, W), 2)
+        assert not any(cluster.servers.values()), "digests of a layer are of its version"
+        nothing_under_way(cluster)
+
+
+def test_a_layer_of_which_one_replica_has_the_old_version_still_is_computed_by_that_one():
+    servers = {"a": Rolling(range(4)), "b": Rolling(range(4, 8)), "c": Rolling(range(4))}
+    with cluster_of(servers, policy=Policy(hedge=0.0)) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        servers["a"].of[0] = servers["c"].of[1] = 2
+        described(cluster)
+        asked = len(servers["a"].asked)
+        for _ in range(10):
+            check(cluster.forward(0, X, IDS, W), 1)
+        assert len(servers["a"].asked) == asked
+        asked = len(servers["c"].asked)
+        for _ in range(10):
+            check(cluster.forward(1, X, IDS, W), 1)
+        assert len(servers["c"].asked) == asked
+        assert not any(s.refused for s in servers.values()), "nobody is asked for what it has not"
+        assert not any(cluster.servers.values()), "digests of a layer are of its version"
+        nothing_under_way(cluster)
+
+
+def test_other_weights_of_a_layer_under_the_same_version_are_refused_while_servers_roll():
+    servers = {"a": Rolling(range(8)), "b": Rolling(range(8))}
+    servers["b"].digest_of = lambda version, expert: 100 * version + expert + (version == 2)
+    with cluster_of(servers) as cluster:
+        check(cluster.forward(0, X, IDS, W), 1)
+        assert not any(cluster.servers.values())
+        for server in servers.values():
+            server.of[1] = 2
+        for member in cluster._members.by_address.values():
+            cluster._wake(member)
+        until(lambda: sum("layer 1, experts 0-7: got other weights" in w for w in cluster.servers.values()) == 1)
+
+
+def test_calls_while_servers_roll_are_of_one_version_each_and_none_fails():
+    servers = {"a": Rolling(range(4)), "b": Rolling(range(4, 8))}
+    seen, stop = set(), threading.Event()
+
+    def rolls():
+        version = 1
+        while not stop.is_set():
+            version += 1
+            for layer in range(3):
+                for server in servers.values():
+                    stop.wait(0.01)
+                    server.of[layer] = version
+
+    with cluster_of(servers, timeout_s=40.0) as cluster:
+        thread = threading.Thread(target=rolls)
+        thread.start()
+        try:
+            for n in range(100):
+                answer = cluster.forward(n % 3, X, IDS, W)
+                check(answer, answer.weights_version)
+                seen.add(answer.weights_version)
+        finally:
+            stop.set()
+            thread.join()
+        assert len(seen) > 1
+        nothing_under_way(cluster)

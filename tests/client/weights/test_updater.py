@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 
 import numpy as np
@@ -10,8 +11,15 @@ import torch
 import trained
 from trained import H
 from updating import IDS, Server, W, X
+from waiting import until
 
-from expertd.errors import BadDtypeError, ChangeUnknownError, DeadlineExceededError, ExpertdError
+from expertd.errors import (
+    BadDtypeError,
+    ChangeUnknownError,
+    DeadlineExceededError,
+    ExpertdError,
+    UnavailableError,
+)
 from expertd_client import ExpertCluster
 from expertd_client.weights import UpdateFailedError, Updater, WeightsServer
 from expertd_server.config.values import Ranges
@@ -32,6 +40,10 @@ class Pair:
     def answers(self):
         return [s.answers() for s in self.servers]
 
+    def sums(self):
+        """What the cluster answers for each layer."""
+        return [self.cluster.forward(n, X, IDS, W, output_dtype="f32").output for n in trained.LAYERS]
+
     def versions(self):
         return [[v.number for v in versions] for versions in self.updater.versions().values()]
 
@@ -42,12 +54,17 @@ def pair(tmp_path):
         yield Pair(stack, trained.saved(tmp_path / "step-1", trained.step(1)), quantize="int4_g128")
 
 
-def reference(tmp_path, number):
-    """What one server of all experts answers with the weights of a step."""
+def reference_of_all(tmp_path, number):
+    """What one server of all experts answers for each layer with the weights of a step."""
     with ExitStack() as stack:
         folder = trained.saved(tmp_path / f"whole-{number}", trained.step(number))
         server = Server(stack, trained.config(folder, quantize="int4_g128"))
-        return server.client.forward(0, X, IDS, W, output_dtype="f32").output
+        return [server.client.forward(n, X, IDS, W, output_dtype="f32").output for n in trained.LAYERS]
+
+
+def reference(tmp_path, number):
+    """Of the first layer."""
+    return reference_of_all(tmp_path, number)[0]
 
 
 def test_a_version_is_published_and_rolled_back(pair, tmp_path):
@@ -204,3 +221,136 @@ def test_an_update_that_was_let_go_of_is_unknown(pair):
     server = pair.updater.servers[0]
     with pytest.raises(ChangeUnknownError, match="want it under way"):
         server.commit("nobody's")
+
+
+def limited(tmp_path, number=1, layers=1):
+    """Options of a server with room for so many layers beside the two that it serves, and the folder of a step."""
+    folder = trained.saved(tmp_path / f"step-{number}", trained.step(number))
+    with ExitStack() as stack:
+        options = {"experts": Ranges.parse("0-1"), "quantize": "int4_g128"}
+        memory = Server(stack, trained.config(folder, **options)).client.describe().memory
+    rest = memory.scratch_bytes + memory.context_bytes + max(memory.buffers_bytes, memory.loading_bytes)
+    return folder, {"quantize": "int4_g128", "memory_limit": memory.weights_bytes * (2 + layers) // 2 + rest}
+
+
+@pytest.fixture
+def rolling(tmp_path):
+    """A pair without room for a second version."""
+    folder, options = limited(tmp_path)
+    with ExitStack() as stack:
+        pair = Pair(stack, folder, **options)
+        pair.updater = stack.enter_context(Updater(pair.addresses, timeout_s=20, rolling="allowed"))
+        yield pair
+
+
+def test_servers_roll_together_and_calls_go_on(rolling, tmp_path):
+    """Each call is of one version, and none fails or waits for the end of the update."""
+    right = {1: rolling.sums(), 2: reference_of_all(tmp_path, 2)}
+    seen, wrong, stop = set(), [], threading.Event()
+
+    def calls() -> None:
+        layer = 0
+        while not stop.is_set():
+            try:
+                found = rolling.cluster.forward(layer, X, IDS, W, output_dtype="f32")
+            except Exception as e:
+                wrong.append(e)
+                return
+            want = right[found.weights_version][layer]
+            if float((found.output - want).norm() / want.norm()) > 0.01:
+                wrong.append((layer, found.weights_version))
+            seen.add((layer, found.weights_version))
+            layer = 1 - layer
+
+    thread = threading.Thread(target=calls)
+    thread.start()
+    try:
+        assert rolling.updater.from_checkpoint(str(trained.saved(tmp_path / "new", trained.step(2)))) == 2
+        until(lambda: {(0, 2), (1, 2)} <= seen)
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+    assert rolling.versions() == [[2], [2]]
+    with pytest.raises(UpdateFailedError, match=r"\[2\], want one before .*; the served one came layer by layer"):
+        rolling.updater.rollback()
+
+
+def test_layers_are_switched_on_all_servers_before_the_next_one_is(rolling, tmp_path, monkeypatch):
+    seen, real = [], WeightsServer.roll
+
+    def roll(self, update, through=None):
+        found = real(self, update, through)
+        seen.append((through, self.address))
+        return found
+
+    monkeypatch.setattr(WeightsServer, "roll", roll)
+    rolling.updater.from_checkpoint(str(trained.saved(tmp_path / "new", trained.step(2))))
+    assert [through for through, _ in seen] == [0, 0, 1, 1, None, None]
+    assert [{address for _, address in seen[n : n + 2]} for n in (0, 2, 4)] == 3 * [set(rolling.addresses)]
+
+
+def test_a_server_that_stops_in_the_middle_is_asked_again(rolling, tmp_path, monkeypatch):
+    real = WeightsServer.roll
+
+    def roll(self, update, through=None):
+        if self.address == rolling.addresses[1] and through == 1:
+            raise DeadlineExceededError(f"{self.address}: got no answer in time")
+        return real(self, update, through)
+
+    monkeypatch.setattr(WeightsServer, "roll", roll)
+    update = rolling.updater.begin(checkpoint=str(trained.saved(tmp_path / "new", trained.step(2))))
+    assert update.rolls == set(rolling.addresses)
+    update.prepare()
+    with pytest.raises(UpdateFailedError, match=r"commit: .*got no answer in time"):
+        update.commit()
+    assert [[list(v.layers) for v in versions] for versions in rolling.updater.versions().values()][1] == [[0], [1]]
+    monkeypatch.setattr(WeightsServer, "roll", real)
+    update.commit()
+    assert rolling.versions() == [[2], [2]]
+
+
+def test_an_answer_that_was_lost_is_no_failure(rolling, tmp_path, monkeypatch):
+    real = WeightsServer.roll
+
+    def roll(self, update, through=None):
+        monkeypatch.setattr(WeightsServer, "roll", real)
+        real(self, update, through)
+        raise UnavailableError(f"{self.address}: the connection broke")
+
+    monkeypatch.setattr(WeightsServer, "roll", roll)
+    rolling.updater.from_checkpoint(str(trained.saved(tmp_path / "new", trained.step(2))))
+    assert rolling.versions() == [[2], [2]]
+
+
+def test_servers_that_hold_both_versions_switch_before_those_that_roll(tmp_path):
+    folder, options = limited(tmp_path)
+    with ExitStack() as stack:
+        plain = {"quantize": "int4_g128"}
+        half = [
+            Server(stack, trained.config(folder, experts=Ranges.parse(h), **more))
+            for h, more in (("0-1", options), ("2-3", plain))
+        ]
+        addresses = [s.host.address for s in half]
+        updater = stack.enter_context(Updater(addresses, timeout_s=20, rolling="allowed"))
+        assert [answer.rolling for answer in updater.plan().values()] == [True, False]
+        update = updater.begin(checkpoint=str(trained.saved(tmp_path / "new", trained.step(2))))
+        update.prepare()
+        order, commit, roll = [], WeightsServer.commit, WeightsServer.roll
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WeightsServer, "commit", lambda s, *a: order.append(s.address) or commit(s, *a))
+            patch.setattr(WeightsServer, "roll", lambda s, *a: order.append(s.address) or roll(s, *a))
+            update.commit()
+        assert order[0] == addresses[1]
+        assert set(order[1:]) == {addresses[0]}
+        assert [[v.number for v in versions] for versions in updater.versions().values()] == [[2], [2, 1]]
+
+
+def test_without_leave_to_roll_the_update_is_refused(rolling, tmp_path):
+    with (
+        Updater(rolling.addresses, timeout_s=20) as updater,
+        pytest.raises(UpdateFailedError, match=r"a second version .*allow a rolling update"),
+    ):
+        updater.from_checkpoint(str(trained.saved(tmp_path / "new", trained.step(2))))
+    with pytest.raises(ValueError, match="rolling: got 'yes', want no, allowed, always"):
+        Updater(rolling.addresses, rolling="yes")

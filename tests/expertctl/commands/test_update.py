@@ -10,8 +10,9 @@ import trained
 from updating import Server
 
 from expertctl.cli import main
+from expertd.v1 import weights_service_pb2 as pb
 from expertd_server.config.values import Ranges
-from expertd_server.residence.residence import Residence
+from expertd_server.residence.residence import Residence, Room
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -33,7 +34,7 @@ def test_a_folder_versions_and_back(pair, tmp_path, capsys, monkeypatch):
     assert main(["update", *addresses, "--checkpoint", new, "--version", "7", "--label", "night"]) == 0
     assert "version 7 is served by 2 servers" in capsys.readouterr().out
     assert all(s.answers() != a for s, a in zip(pair, first, strict=True))
-    monkeypatch.setattr(Residence, "room_beside", lambda self: (self.memory, False))
+    monkeypatch.setattr(Residence, "room_beside", lambda self, rolling: Room(self.memory, False))
     assert main(["update", *addresses, "--checkpoint", new, "--dry-run"]) == 0
     assert capsys.readouterr().out.count("beside version 7; version 1 goes when the update begins") == 2
     assert main(["versions", *addresses]) == 0
@@ -49,6 +50,30 @@ def test_a_folder_versions_and_back(pair, tmp_path, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert [[v["number"] for v in found[a]["versions"]] for a in addresses] == [[1, 7], [1, 7]]
     assert [s.answers() for s in pair] == first
+
+
+def test_a_rolling_update_is_told_before_and_while_it_runs(pair, tmp_path, capsys):
+    addresses = [s.host.address for s in pair]
+    new = str(trained.saved(tmp_path / "2", trained.step(2)))
+    assert main(["update", *addresses, "--checkpoint", new, "--rolling", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("room for a second version beside version 1") == 2, "where that fits"
+    assert main(["update", *addresses, "--checkpoint", new, "--rolling", "always", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("room for one layer beside version 1, so layers are switched one by one") == 2
+    pair[0].call("BeginUpdate", update="u", checkpoint=new, version=5, rolling=pb.ROLLING_UPDATE_REQUIRED)
+    pair[0].call("PrepareUpdate", update="u")
+    pair[0].call("CommitUpdate", update="u", through_layer=0)
+    assert main(["versions", addresses[0]]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "5 │ layers 0" in shown
+    assert "1 │ layers 1" in shown
+    assert "version 5 is committing, 2 of 2 layers, 1 of them switched" in shown
+    assert main(["versions", addresses[0], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[addresses[0]]["versions"]
+    assert [(v["number"], v["rolling"], v["layers"]) for v in found] == [(5, True, [0]), (1, False, [1])]
+    pair[0].call("CommitUpdate", update="u")
+    assert main(["update", addresses[1], "--checkpoint", new, "--rolling", "always", "--version", "5"]) == 0
+    assert main(["versions", *addresses, "--rollback"]) == 1
+    assert "came layer by layer" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_one_server_refuses_none_serves(pair, capsys):

@@ -333,6 +333,43 @@ def test_a_server_killed_after_any_step_serves_what_was_committed_last(folder):
         assert len(set(said.values())) == len(said) > 2
 
 
+def test_a_server_killed_before_and_in_the_middle_of_a_rolling_update_serves_one_version(folder):
+    """The old one until the first layer is switched, and then the new one, also where it was killed in the middle."""
+    from expertd_client import ExpertClient
+    from expertd_client.weights import WeightsServer
+
+    def answers() -> tuple[list[int], list[bytes]]:
+        with ExpertClient(server.address, timeout_s=30) as client:
+            found = [client.forward(n, X, IDS, W) for n in trained.LAYERS]
+        return [f.weights_version for f in found], [f.output.float().numpy().tobytes() for f in found]
+
+    def update(version: int, until: str) -> None:
+        weights = WeightsServer(server.address)
+        weights.begin("u", version, rolling=pb.ROLLING_UPDATE_REQUIRED)
+        weights.put("u", trained.parts(trained.step(version)))
+        weights.prepare("u")
+        if until == "half":
+            weights.roll("u", 0)
+        weights.close()
+
+    with ExitStack() as stack:
+        server = Process(stack, folder)
+        first = answers()
+        update(2, "prepare")
+        assert answers() == first
+        server.kill()
+        server = Process(stack, folder)
+        assert answers() == first
+        update(3, "half")
+        numbers, half = answers()
+        assert (numbers, half[1]) == ([3, 1], first[1][1])
+        server.kill()
+        server = Process(stack, folder)
+        numbers, after = answers()
+        assert (numbers, after[0]) == ([3, 3], half[0])
+        assert after[1] != half[1]
+
+
 def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 

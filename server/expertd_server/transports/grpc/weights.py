@@ -17,7 +17,9 @@ from expertd_server.service.access import ADMIN
 from expertd_server.service.response import error_of
 from expertd_server.transports.security import Gate
 from expertd_server.transports.trainer_listener import TrainerListener
-from expertd_server.updates.updates import Job, UpdateRequest, Updates
+from expertd_server.updates.job import Job, UpdateRequest
+from expertd_server.updates.rolling import LAST
+from expertd_server.updates.updates import Updates
 from expertd_server.updates.versions import MOST_NUMBER, version_message
 from expertd_server.views.describe import memory_message
 
@@ -52,11 +54,12 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         def begin() -> pb.BeginUpdateResponse:
             asked, updates = self._asked(request), self._updates
             if request.dry_run:
-                plan, gives_up = updates.room()
+                room, gives_up = updates.room(asked.rolling)
                 return pb.BeginUpdateResponse(
                     base=updates.version.number,
-                    memory=None if plan is None else memory_message(plan),
+                    memory=None if room.plan is None else memory_message(room.plan),
                     gives_up=gives_up,
+                    rolling=room.rolling,
                 )
             base = updates.version
             job = updates.begin(asked)
@@ -73,6 +76,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                 sampled=[] if job.received is None else updates.sampled(),
                 base_identity=base.identity,
                 gives_up=job.gives_up,
+                rolling=job.rolling,
             )
 
         return await self._do(begin, context, "BeginUpdate")
@@ -88,7 +92,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                     " of BeginUpdateResponse, as long as they are put"
                 )
             job, kept, ignored = self._updates.put(name, request.parts)
-            return pb.PutWeightsResponse(kept_bytes=kept, ignored_bytes=ignored, layers_done=len(job.packing.booted))
+            return pb.PutWeightsResponse(kept_bytes=kept, ignored_bytes=ignored, layers_done=len(job.packing.done))
 
         return await self._do(put, context, "PutWeights")
 
@@ -119,7 +123,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                 why = f"{_MOST_PREPARING} other calls wait for it" if crowded else f"{_PREPARE_S} s are over"
                 raise ChangePendingError.about(
                     f"update {request.update!r}",
-                    got=f"{len(job.packing.booted)} of {job.packing.layers} layers ready, and {why}",
+                    got=f"{len(job.packing.done)} of {job.packing.layers} layers ready, and {why}",
                     want="all of them",
                     remedy="it goes on: ask again",
                 )
@@ -130,11 +134,18 @@ class WeightsServicer(stubs.WeightsServiceServicer):
     async def CommitUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.CommitUpdateRequest, context: Any
     ) -> pb.CommitUpdateResponse:
-        def commit() -> pb.CommitUpdateResponse:
-            self._updates.commit(_named(request))
+        through = request.through_layer if request.HasField("through_layer") else LAST
+        rollout = await self._do(lambda: self._updates.commit(_named(request), through), context, "CommitUpdate")
+        end_s = time.monotonic() + _PREPARE_S
+        while rollout is not None and rollout.waits(through) and time.monotonic() < end_s:
+            await asyncio.sleep(_LOOK_S)
+
+        def answer() -> pb.CommitUpdateResponse:
+            if rollout is not None and not rollout.reached(through):
+                raise ChangePendingError(f"update {request.update!r}: layers are being switched; it goes on: ask again")
             return pb.CommitUpdateResponse(version=self._updates.messages()[0])
 
-        return await self._do(commit, context, "CommitUpdate")
+        return await self._do(answer, context, "CommitUpdate")
 
     async def AbortUpdate(  # noqa: N802 - gRPC's name
         self, request: pb.AbortUpdateRequest, context: Any
@@ -179,13 +190,14 @@ class WeightsServicer(stubs.WeightsServiceServicer):
         if job is not None:
             received = job.received
             out.update, out.state, out.version = job.asked.update, job.state, job.version.number
-            out.layers, out.layers_done = job.packing.layers, len(job.packing.booted)
+            out.layers, out.layers_done = job.packing.layers, len(job.packing.done)
+            out.rolling, out.layers_switched = job.rolling, 0 if job.rollout is None else job.rollout.switched
             if received is not None:
                 out.kept_bytes, out.waiting_bytes = received.kept_bytes, received.waiting_bytes
         return out
 
     def _prepared(self, job: Job) -> pb.PrepareUpdateResponse:
-        message = version_message(job.version, job.packing.booted, serving=False)
+        message = version_message(job.version, job.packing.done, serving=False)
         return pb.PrepareUpdateResponse(version=message, layers=job.packing.layers, packing_s=job.packing.packing_s)
 
     def _asked(self, request: pb.BeginUpdateRequest) -> UpdateRequest:
@@ -209,6 +221,9 @@ class WeightsServicer(stubs.WeightsServiceServicer):
                 got=request.fingerprint,
                 want=f"{self._fingerprint}, of the model that this server serves",
             )
+        if request.rolling not in pb.RollingUpdate.values():
+            names = ", ".join(pb.RollingUpdate.keys())
+            raise MalformedMessageError.about("BeginUpdateRequest.rolling", got=request.rolling, want=names)
         return UpdateRequest(
             request.update,
             request.version,
@@ -217,6 +232,7 @@ class WeightsServicer(stubs.WeightsServiceServicer):
             request.checkpoint,
             float(request.lease_s or _LEASE_S),
             request.delta,
+            request.rolling,
         )
 
     async def _do(self, work: Callable[[], _T], context: Any, what: str) -> _T:
