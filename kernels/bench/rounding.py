@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from expertd_kernels.native.library import level_in_use, use_threads
+from expertd_kernels.native.rounding import rounds
 from expertd_kernels.weights import quantize
 from expertd_kernels.weights.canonical import QuantTensor
 from expertd_kernels.weights.scheme import Element, Scheme
@@ -23,7 +24,7 @@ SCHEMES = ("int4_g128", "int4_g128_zp", "int4_channel", "mxfp4", "nvfp4", "e4m3_
 
 def rounded(q: QuantTensor, scheme: Scheme, native: bool) -> tuple[QuantTensor, float]:
     """The matrix in `scheme`, and the CPU seconds of this process."""
-    taken = quantize.rounds if native else lambda columns, block: False
+    taken = rounds if native else lambda columns, block: False
     with mock.patch.object(quantize, "rounds", taken):
         begin = time.process_time()
         out = quantize.quantize_matrix(q, scheme)
