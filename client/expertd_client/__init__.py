@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from expertd_client.requests.request import Grouped, Request
     from expertd_client.requests.result import ForwardResult
     from expertd_client.requests.retry import Retry
+    from expertd_client.requests.step_version import StepVersion
     from expertd_client.requests.tensors import Synthetic
     from expertd_client.tracing.recorder import Trace, trace
     from expertd_client.transports.credentials import Credentials
@@ -63,6 +64,7 @@ __all__ = [
     "Retry",
     "Session",
     "Source",
+    "StepVersion",
     "Synthetic",
     "Trace",
     "Transport",
@@ -102,6 +104,7 @@ _MODULES = {
     "Retry": "requests.retry",
     "Session": "exchange.session",
     "Source": "cluster.sources",
+    "StepVersion": "requests.step_version",
     "Synthetic": "requests.tensors",
     "Trace": "tracing.recorder",
     "Transport": "transports.protocol",
