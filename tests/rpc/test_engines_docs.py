@@ -2,7 +2,6 @@
 
 import ast
 import re
-import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,7 @@ from expertd_client import AsyncExpertClient, ExpertClient, RemoteExperts, StepV
 from expertd_server.config.values import Shard
 
 TEXT = (Path(__file__).parents[2] / "docs/engines.md").read_text()
-SNIPPETS = re.findall(r"^ *```python\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
-TORCH, GRAPH, NUMPY, ASYNC, CLUSTER, STEP, AGREE, ASKED = map(textwrap.dedent, SNIPPETS)
+TORCH, GRAPH, NUMPY, ASYNC, CLUSTER, STEP, AGREE, ASKED = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
