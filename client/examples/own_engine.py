@@ -2,8 +2,8 @@
 
     python client/examples/own_engine.py 127.0.0.1:50051 [--compile]
 
-The shared expert is computed while the routed ones are under way.  With --compile the layer is one graph of
-torch.compile, in which each call is one node.
+The shared expert is computed while the routed ones are under way.  All layers of a step have one version of the
+weights.  With --compile the model is one graph of torch.compile, in which each call is one node.
 """
 
 import sys
@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from expertd_client import ExpertClient, RemoteExperts
+from expertd_client import ExpertClient, RemoteExperts, StepVersion
 
 
 class SparseBlock(nn.Module):
@@ -35,16 +35,21 @@ class SparseBlock(nn.Module):
 def main(address: str, compiled: bool) -> int:
     with ExpertClient(address, timeout_s=30.0) as client, torch.inference_mode():
         described = client.describe()
-        layer, hidden = described.layers[0], described.model.hidden_size
-        experts = RemoteExperts(client, layer.layer, max_tokens=described.limits.max_tokens)
+        hidden, step = described.model.hidden_size, StepVersion()  # one for each batch in flight
         torch.manual_seed(0)
-        block = SparseBlock(experts, hidden, layer.num_experts, layer.top_k).eval()
-        run = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
+        model = nn.Sequential()
+        for layer in described.layers:
+            limit = described.limits.max_tokens
+            experts = RemoteExperts(client, layer.layer, max_tokens=limit, weights_version=step)
+            model.append(SparseBlock(experts, hidden, layer.num_experts, layer.top_k))
+        model.eval()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         x = torch.randn(2, 3, hidden)
+        step.begin()  # before each step, outside of what is compiled
         y = run(x)
-        alone = torch.cat([block(x[:1]), block(x[1:])])  # what a token gets does not depend on its batch
+        alone = torch.cat([model(x[:1]), model(x[1:])])  # what a token gets does not depend on its batch
     error = float((y - alone).norm() / y.norm())
-    print(f"layer {layer.layer} on {layer.backend}: {list(y.shape)}, together against one by one: {error:.1e}")
+    print(f"{len(model)} layers, version {step.number}: {list(y.shape)}, together against one by one: {error:.1e}")
     return 0 if error < 1e-2 else 1
 
 

@@ -9,9 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-import transformers
-
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -24,6 +21,10 @@ OTHERS = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, 
 
 def make(folder: Path) -> None:
     """A random model's checkpoint."""
+    print("loading torch and transformers", flush=True)
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(vocab_size=96, eos_token_id=None, **SIZES, **OTHERS)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -42,5 +43,6 @@ if __name__ == "__main__":
     folder, options = Path(sys.argv[1]), sys.argv[2:]
     if not (folder / "config.json").exists():
         make(folder)
+    print("starting the server, which loads torch", flush=True)
     serve = ["serve", "--checkpoint", str(folder), "--compute-dtype", "float32", "--device", "cpu", "--threads", "1"]
     os.execv(sys.executable, [sys.executable, "-m", "expertd_server.commands.cli", *serve, *options])

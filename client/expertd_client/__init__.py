@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from expertd_client.requests.request import Request
     from expertd_client.requests.result import ForwardResult
     from expertd_client.requests.retry import Retry
+    from expertd_client.requests.step_version import StepVersion
     from expertd_client.requests.tensors import Synthetic
     from expertd_client.tracing.recorder import Trace, trace
     from expertd_client.transports.credentials import Credentials
@@ -64,6 +65,7 @@ __all__ = [
     "Retry",
     "Session",
     "Source",
+    "StepVersion",
     "Synthetic",
     "Trace",
     "Transport",
@@ -103,6 +105,7 @@ _MODULES = {
     "Retry": "requests.retry",
     "Session": "exchange.session",
     "Source": "cluster.sources",
+    "StepVersion": "requests.step_version",
     "Synthetic": "requests.tensors",
     "Trace": "tracing.recorder",
     "Transport": "transports.protocol",

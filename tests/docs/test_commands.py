@@ -74,6 +74,11 @@ NOT_HERE = (
         r"expertctl (update|versions) HOST1|expertd serve --checkpoint DIR --shard 0/2 --admin-listen",
         "needs servers with an admin port; tests/expertctl/commands/test_update.py",
     ),
+    Rule(r"openssl |echo subjectAltName", "writes keys; tests/rpc/test_security.py has certificates of its own"),
+    Rule(
+        r"expertd serve .*--shard \d/2.* --admin-listen|expertctl (update|versions) 10\.",
+        "needs a checkpoint and hosts; tests/expertctl/commands/test_update.py",
+    ),
     Rule(r"python -m pytest ", "is a test itself"),
     Rule(r"(\S*/)?python deploy/", "builds for minutes; tests/deploy"),
     Rule(r"buf (lint|build|breaking)\b", "make lint runs it"),
@@ -81,6 +86,8 @@ NOT_HERE = (
 )
 NOT_HERE_PYTHON = (
     Rule(r"(?s).*\.svc:", "needs the name of a Kubernetes Service"),
+    Rule(r"(?s).*\"10\.0\.0\.", "needs other hosts"),
+    Rule(r"(?s).*all_gather_object", "needs a group of ranks; tests/rpc/test_engines_docs.py makes one"),
     Rule(r"(?s).*127.0.0.1:50051\", \"127.0.0.1:50052", "needs two halves; tests/rpc/test_engines_docs.py starts them"),
 )
 LONG = (

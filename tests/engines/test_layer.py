@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from kit import Connected, batch, expert_sum
+from kit import Connected, Scaling, batch, expert_sum
 
-from expertd.errors import UnavailableError
+from expertd.errors import UnavailableError, UnsupportedCombinationError
 from expertd_client.engines.layer import RankExperts, share
 from expertd_client.engines.served import Found
+from expertd_client.requests.step_version import StepVersion
 
 LAYER = Found("layers.3.experts", 3, 8, 16, 32)
 
@@ -105,6 +109,55 @@ def test_the_version_that_answered_is_told():
     assert experts.weights_version_seen == 0
     experts.remote.weights_version_seen = 9
     assert experts.weights_version_seen == 9
+
+
+class Serving(Scaling):
+    """Of that version; it holds the one before, too."""
+
+    def __init__(self, serves):
+        super().__init__()
+        self.serves = serves
+
+    def forward_request(self, request, *, timeout_s=None):
+        answer = super().forward_request(request, timeout_s=timeout_s)
+        answer.weights_version = request.weights_version or self.serves
+        return answer
+
+
+@pytest.mark.parametrize("tokens", [4, 1])
+def test_ranks_take_the_version_that_they_agree_on(tokens):
+    """Rank 0 reaches the servers before they switch, rank 1 afterwards; of one token rank 1 sends nothing."""
+    together, shared = threading.Barrier(2, timeout=20), [0, 0]
+
+    def one_rank(rank):
+        def agree(version):
+            shared[rank] = version
+            together.wait()
+            return min(filter(None, shared), default=0)
+
+        step, connection = StepVersion(agree=agree), Connected()
+        connection.forwarder = Serving(serves=1 + rank)
+        first, second = (RankExperts(connection, LAYER, rank, 2, weights_version=step) for _ in range(2))
+        whole = first(*batch(tokens)), second(*batch(tokens), meanwhile=lambda: None)
+        return [request.weights_version for request in connection.forwarder.seen], step.number, whole
+
+    with ThreadPoolExecutor(2) as pool:
+        (asked0, number0, out0), (asked1, number1, out1) = pool.map(one_rank, range(2))
+    assert number0 == number1 == 1
+    assert asked0 == [0, 1]
+    assert asked1 == ([0, 1, 1] if tokens > 1 else [])
+    for a, b in zip(out0, out1, strict=True):
+        torch.testing.assert_close(a + b, expert_sum(*batch(tokens)).float())
+
+
+def test_ranks_that_do_not_agree_on_a_version_are_refused():
+    refused = pytest.raises(UnsupportedCombinationError, match=r"layer 3: weights_version: .*of 2.*StepVersion\(agree=")
+    with refused:
+        RankExperts(Connected(), LAYER, 0, 2, weights_version=StepVersion())
+    experts = RankExperts(Connected(), LAYER, 0, 2)
+    with refused:
+        experts.weights_version = StepVersion()
+    assert RankExperts(Connected(), LAYER, weights_version=StepVersion()).ranks == 1
 
 
 def test_what_replays_met_is_raised():

@@ -4,16 +4,17 @@ import ast
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from in_process import hosts
 
-from expertd.errors import BadDtypeError, BadShapeError
-from expertd_client import AsyncExpertClient, ExpertClient, RemoteExperts
+from expertd.errors import BadDtypeError, BadShapeError, UnavailableError, WeightsVersionNotHeldError
+from expertd_client import AsyncExpertClient, ExpertClient, RemoteExperts, StepVersion
 from expertd_server.config.values import Shard
 
 TEXT = (Path(__file__).parents[2] / "docs/engines.md").read_text()
-TORCH, GRAPH, NUMPY, ASYNC, CLUSTER, PIN = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+TORCH, GRAPH, NUMPY, ASYNC, CLUSTER, STEP, AGREE, ASKED = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +71,53 @@ def test_the_torch_snippet_keeps_to_a_server_with_a_small_limit(serve):
     assert named["experts"].max_tokens == 64
 
 
-def test_all_layers_of_a_step_are_pinned_to_what_the_first_was_computed_with(serve):
-    with ExpertClient(str(serve().address)) as client, torch.inference_mode():
-        layers = [RemoteExperts(client, 0).eval() for _ in range(3)]
-        exec(PIN, {"layers": layers})
-        for served in (1, 1):
-            layers[1].weights_version = 0
-            layers[0](torch.ones(4, 256), torch.tensor([[0, 1]] * 4), torch.full((4, 2), 0.5))
-            assert [layer.weights_version for layer in layers] == [0, served, served]
+def test_a_step_of_one_version_and_a_step_that_is_computed_again(serve):
+    named = run(STEP, *(str(serve(shard=Shard(n, 2)).address) for n in (0, 1)))
+    layers, step, began = named["layers"], named["step"], []
+
+    def model(x):
+        began.append(step.number)
+        if len(began) == 1:
+            raise WeightsVersionNotHeldError("it is gone")
+        for layer in layers:
+            x = x + layer(x, torch.tensor([[0, 7]] * 4), torch.full((4, 2), 0.5))
+        return x
+
+    with named["client"], torch.inference_mode():
+        assert named["computed"](model, torch.ones(4, 256)).shape == (4, 256)
+        assert (began, step.number) == ([0, 0], 1)
+        assert [layer.weights_version_seen for layer in layers] == [1, 1]
+
+        def lost(_):
+            raise UnavailableError("away")
+
+        with pytest.raises(UnavailableError):
+            named["computed"](lost, None)
+
+
+def test_ranks_agree_by_a_collective():
+    group = torch.distributed
+    group.init_process_group("gloo", store=group.HashStore(), rank=0, world_size=1)
+    try:
+        named = {"ranks": 1, "cpu_group": None, "torch": torch, "StepVersion": StepVersion}
+        exec(AGREE, named)
+        assert [named["agree"](version) for version in (0, 3)] == [0, 3]
+        assert named["step"].answered(3)
+    finally:
+        group.destroy_process_group()
+
+
+def test_a_step_of_calls_with_numpy(serve):
+    with ExpertClient(str(serve().address)) as client:
+        named = {"client": client, "step": StepVersion()}
+        exec(ASKED, named)
+        x, ids, weights = np.ones((4, 256), np.float32), np.tile(np.int32([0, 1]), (4, 1)), np.ones((4, 2), np.float32)
+        answers = [named["forward"](layer, x, ids, weights) for layer in (0, 1)]
+        assert [a.weights_version for a in answers] == [1, 1]
+        named["step"].begin()
+        named["step"].least = 2
+        with pytest.raises(WeightsVersionNotHeldError):
+            named["forward"](0, x, ids, weights)
 
 
 def test_a_cluster_has_the_same_methods(serve):

@@ -75,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             number = updater.from_checkpoint(args.checkpoint, args.version, label=args.label)
             out.print(f"version {number} is served by {counted(len(args.address), 'server')}")
+        if not args.dry_run:
+            out.print("a server without --held serves its --checkpoint again when it restarts", soft_wrap=True)
     return 0
 
 

@@ -7,6 +7,7 @@ task for each, stands in `watch`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,8 @@ from expertd_client.transports.protocol import Transport
 
 # Why it is so: decision 105 in DECISIONS.md.
 __all__ = ["Members", "Targets", "addresses_of"]
+
+log = logging.getLogger(__name__)
 
 Targets = Placement | Sequence[str]
 """What a source says: which server holds what, or addresses of servers that say it themselves."""
@@ -58,6 +61,8 @@ class Members:
         self.version = 0
         self._versions: frozenset[int] = frozenset()
         self._rolls = False
+        self._newest = 0
+        self._fell: set[tuple[int, int]] = set()
         self._make = make
         self._stall_s = stall_s
         self._identity = Identity()
@@ -230,12 +235,27 @@ class Members:
             return self._version_of(layer, there)[0] if layer is not None else 0
         served = {m.versions[0] for m in there}
         if len(served) < 2:
-            self.version = 0
-            return next(iter(served), 0)
-        every = _experts_of(there)
-        whole = [v for v in self._versions if _experts_of([m for m in there if v in m.versions]) == every]
-        self.version = max(whole or served)
-        return self.version
+            self.version, chosen = 0, next(iter(served), 0)
+        else:
+            every = _experts_of(there)
+            whole = [v for v in self._versions if _experts_of([m for m in there if v in m.versions]) == every]
+            self.version = chosen = max(whole or served)
+        if chosen < self._newest:
+            self._warn(chosen)
+        self._newest = max(self._newest, chosen)
+        return chosen
+
+    def _warn(self, version: int) -> None:
+        """Once for each fall: a rollback, or a server that started without its --held, which nobody would notice."""
+        fall = self._newest, version
+        if version and fall not in self._fell:
+            self._fell.add(fall)
+            log.warning(
+                "calls are computed by version %d of the weights, after version %d: %s; after a rollback this is as it"
+                " should be; else a server started again without --held: expertctl update SERVER --checkpoint DIR"
+                " --version %d",
+                version, self._newest, self.versions_text(), self._newest,
+            )  # fmt: skip
 
     def pin(self, layer: int) -> int:
         """The version that calls for a layer ask for that name none; 0 = none, as all servers serve the same one."""

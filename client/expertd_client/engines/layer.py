@@ -16,6 +16,7 @@ from expertd.errors import UnsupportedCombinationError
 from expertd_client.engines.served import Found
 from expertd_client.engines.settings import Connection, connection_to, settings_of
 from expertd_client.engines.torch_experts import RemoteExperts
+from expertd_client.requests.step_version import StepVersion
 
 __all__ = ["RankExperts", "share"]
 
@@ -47,16 +48,16 @@ class RankExperts:
         ranks: int = 1,
         *,
         timeout_s: float | None = None,
-        weights_version: int = 0,
+        weights_version: int | StepVersion = 0,
     ) -> None:
+        self.rank, self.ranks = rank, ranks
         self.remote = RemoteExperts(
             connection.forwarder,
             found.layer,
             max_tokens=connection.max_tokens(found),
             timeout_s=timeout_s,
-            weights_version=weights_version,
         ).eval()
-        self.rank, self.ranks = rank, ranks
+        self.weights_version = weights_version
 
     @classmethod
     def from_environment(
@@ -71,7 +72,7 @@ class RankExperts:
         ranks: int = 1,
         given: object = None,
         timeout_s: float | None = None,
-        weights_version: int = 0,
+        weights_version: int | StepVersion = 0,
     ) -> RankExperts:
         """The experts of a model's layer at the servers that the user names.  All layers of a process share one
         connection.  Waits until every expert of the layer has a server that takes requests, for start_timeout_s.
@@ -99,17 +100,25 @@ class RankExperts:
         return cls(connection, found, rank, ranks, timeout_s=timeout_s, weights_version=weights_version)
 
     @property
-    def weights_version(self) -> int:
-        """Of the weights that calls ask for from now on; 0 = whichever is served.  May be set between calls."""
+    def weights_version(self) -> int | StepVersion:
+        """Of the weights that calls ask for from now on; 0 = whichever is served; a StepVersion, which all layers of a
+        model share = the one of the step.  May be set between calls.  Raises UnsupportedCombinationError for a
+        StepVersion without `agree` of several ranks."""
         return self.remote.weights_version
 
     @weights_version.setter
-    def weights_version(self, version: int) -> None:
+    def weights_version(self, version: int | StepVersion) -> None:
+        if self.ranks > 1 and isinstance(version, StepVersion) and version.agree is None:
+            raise UnsupportedCombinationError.about(
+                f"layer {self.remote.layer}: weights_version",
+                got=f"a StepVersion of one rank, of {self.ranks} whose outputs are added up",
+                want="StepVersion(agree=...), by which they take the same version",
+            )
         self.remote.weights_version = version
 
     @property
     def weights_version_seen(self) -> int:
-        """Of the weights that computed the last answer; 0 = none came, or from GPU to GPU, where it is not told."""
+        """As RemoteExperts.weights_version_seen."""
         return self.remote.weights_version_seen
 
     def check(self, device: int | None = None) -> None:

@@ -29,13 +29,20 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from expertd.errors import BadDtypeError, BadResponseError, BadShapeError, UnsupportedCombinationError
+from expertd.errors import (
+    BadDtypeError,
+    BadResponseError,
+    BadShapeError,
+    UnsupportedCombinationError,
+    WeightsVersionNotHeldError,
+)
 from expertd_client.clients.forwarder import AsyncForwarder, Forwarder
 from expertd_client.cluster.result import ClusterResult
 from expertd_client.device.transport import DeviceTransport
 from expertd_client.requests.checks import gradients_refused, refuse_gradients
 from expertd_client.requests.request import Request
-from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.result import FIRST_VERSION, ForwardResult
+from expertd_client.requests.step_version import StepVersion
 from expertd_client.tracing import recorder
 
 __all__ = ["RemoteExperts", "Started"]
@@ -65,7 +72,8 @@ class _Call(NamedTuple):
 
 
 class RemoteExperts(torch.nn.Module):
-    """The routed experts of one layer.  It has no parameters; several modules may share a forwarder.
+    """The routed experts of one layer.  It has no parameters; several modules may share a forwarder.  Threads may call
+    it at the same time; they share the attributes below, so with a StepVersion each has modules of its own.
 
     forwarder    whatever forwards; it stays the caller's and is not closed here
     layer        index of the layer in the model, as the server counts
@@ -73,9 +81,11 @@ class RemoteExperts(torch.nn.Module):
     timeout_s    of each call; None = as the forwarder was made
     graphs       whether torch.compile may capture the calls in CUDA graphs; without it graphs are split around them
 
-    weights_version        of the weights that calls ask for from now on; 0 = whichever is served.  May be set between
-                           calls.  Calls that name one go through this process's memory, not from GPU to GPU
-    weights_version_seen   that computed the last answer; 0 = none came, or from GPU to GPU, where it is not told
+    weights_version        of the weights that calls ask for from now on; 0 = whichever is served; a StepVersion, which
+                           all layers of a model share = the one of the step.  May be set between calls.  Calls with one
+                           go through this process's memory, not from GPU to GPU, and not into CUDA graphs
+    weights_version_seen   that computed the answer of the last call; 0 = it has none yet, it had no routes, or it went
+                           from GPU to GPU, where the version is not told
 
     hidden_states   [..., H] f64, f32, f16 or bf16 on any device; f64 travels as f32
     topk_ids        [..., top_k] of any integer dtype, global expert ids; -1 = no expert: a token that has nothing else
@@ -96,7 +106,7 @@ class RemoteExperts(torch.nn.Module):
         max_tokens: int = 4096,
         timeout_s: float | None = None,
         graphs: bool = False,
-        weights_version: int = 0,
+        weights_version: int | StepVersion = 0,
     ) -> None:
         super().__init__()
         if isinstance(forwarder, AsyncForwarder):
@@ -164,6 +174,7 @@ class RemoteExperts(torch.nn.Module):
         return f"layer={self.layer}, max_tokens={self.max_tokens}"
 
     def _forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self._sees(0)
         now = recorder.active
         if now is None:
             return self._experts(hidden_states, topk_ids, topk_weights)
@@ -187,6 +198,7 @@ class RemoteExperts(torch.nn.Module):
         return self._joined(call, answers, hidden_states)
 
     def _start(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        self._sees(0)
         now = recorder.active
         if now is None:
             return self._begin(hidden_states, topk_ids, topk_weights)
@@ -206,6 +218,7 @@ class RemoteExperts(torch.nn.Module):
         futures = self._submit(call)
         if not call.looked:  # as long as the ids are there
             call = self._looked(call, topk_ids)
+        call = self._kept(call)
         self._under_way[ticket] = lambda like: self._joined(call, _results(futures), like)
         return torch.tensor(ticket)
 
@@ -255,6 +268,8 @@ class RemoteExperts(torch.nn.Module):
         if not torch.cuda.is_current_stream_capturing():
             return
         reason = "no session from GPU to GPU" if transport is None or not transport.reason else transport.reason
+        if self.weights_version:
+            reason = f"weights_version={self.weights_version!r}, whose calls do not go from GPU to GPU"
         raise UnsupportedCombinationError.about(
             f"layer {self.layer}: a CUDA graph that is captured",
             got=reason,
@@ -275,7 +290,7 @@ class RemoteExperts(torch.nn.Module):
         kinds = (
             *(hidden_states.shape, topk_ids.shape, topk_weights.shape),
             *(hidden_states.dtype, topk_ids.dtype, topk_weights.dtype),
-            *(self.layer, self.max_tokens, self.weights_version),
+            *(self.layer, self.max_tokens, self._asked_version()),
         )
         known, sent, routes = self._last
         if sent is not None and kinds == known and topk_ids.is_cpu:
@@ -312,18 +327,16 @@ class RemoteExperts(torch.nn.Module):
                 x, ids, weights = x[has.to(x.device)], ids[has], weights[has.to(weights.device)]
         request = None
         if routes:
-            version = self.weights_version
+            version = self._asked_version()
             request = Request(self.layer, _for_the_wire(x), ids, _for_the_wire(weights), weights_version=version)
         return _Call([] if request is None else request.cut(self.max_tokens), rows, routes)
 
     def _joined(self, call: _Call, answers: list[ForwardResult], like: Tensor) -> Tensor:
         """The answers as one tensor in the shape, dtype and device of `like`."""
+        if len(answers) != 1 or isinstance(self.weights_version, StepVersion):
+            answers = self._of_one_version(call, answers)
         if answers:
-            if len(answers) > 1:
-                answers = self._of_one_version(call, answers)
-            version = answers[0].weights_version
-            if version != self.weights_version_seen:  # torch makes assignments to a module slow
-                self.weights_version_seen = version
+            self._sees(answers[0].weights_version)
         if len(answers) == 1 and call.rows is None and answers[0].routes_computed == call.routes:  # as nearly always
             output: Tensor = answers[0].output
             return output if output.dtype == like.dtype and like.dim() == 2 else output.to(like.dtype).view(like.shape)
@@ -345,18 +358,56 @@ class RemoteExperts(torch.nn.Module):
             answer.release()
         return whole.view(like.shape)
 
+    # ---- versions of the weights -------------------------------------------------------------------------------------
+
+    def _sees(self, version: int) -> None:
+        self.__dict__["weights_version_seen"] = version  # torch makes assignments to a module slow
+
+    def _asked_version(self) -> int:
+        """What a call asks for now.  In a compiled graph this runs inside of its node: decision 180."""
+        version = self.weights_version
+        return version.number if isinstance(version, StepVersion) else version
+
+    def _kept(self, call: _Call) -> _Call:
+        """With tensors of its own, where wait() may have to ask again: the caller overwrites his meanwhile."""
+        parts = call.requests
+        if not parts or parts[0].weights_version:
+            return call
+        if len(parts) == 1 and not isinstance(self.weights_version, StepVersion):
+            return call
+        copies = [r.with_tensors(r.hidden_states.clone(), r.topk_ids.clone(), r.topk_weights.clone()) for r in parts]
+        return call._replace(requests=copies)
+
     def _of_one_version(self, call: _Call, answers: list[ForwardResult]) -> list[ForwardResult]:
-        """Parts of a call that was cut may be of two versions of the weights, where the server has switched between
-        them: those of the older one are asked for once more."""
-        newest = max(answer.weights_version for answer in answers)
-        out = []
+        """Answers of the version of the step, or where there is no StepVersion, of the newest one that computed a part
+        of the call: parts that another one computed are asked for once more."""
+        got = max((answer.weights_version or FIRST_VERSION for answer in answers), default=None)
+        step = self.weights_version if isinstance(self.weights_version, StepVersion) else None
+        if step is not None:
+            step.answered(got)
+        if got is None:
+            return answers
+        version, out = got if step is None else step.number, []
         for request, answer in zip(call.requests, answers, strict=True):
-            if answer.weights_version != newest:
+            if (answer.weights_version or FIRST_VERSION) != version:
                 answer.release()
-                again = request.pinned(newest)
-                answer = self.forwarder.forward_request(again, timeout_s=self.timeout_s)
+                answer = self._asked_again(request.pinned(version), got)
             out.append(answer)
         return out
+
+    def _asked_again(self, request: Request, got: int) -> ForwardResult:
+        """got: the version that answered."""
+        try:
+            return self.forwarder.forward_request(request, timeout_s=self.timeout_s)
+        except WeightsVersionNotHeldError as error:
+            if got >= request.weights_version:
+                raise
+            raise WeightsVersionNotHeldError.about(
+                f"layer {self.layer}: version of the weights",
+                got=got,
+                want=f"{request.weights_version}, which the steps before had, or other ranks have",
+                remedy=f"after a rollback set StepVersion.least to 0; {error.message}",
+            ) from error
 
 
 def _results(futures: list[Future[ForwardResult]]) -> list[ForwardResult]:

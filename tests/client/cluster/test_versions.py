@@ -9,12 +9,15 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from cluster_kit import E, Fake, Threaded, batch, experts_of, nothing_under_way, transports
 from waiting import until
 
 from expertd.errors import DeadlineExceededError, PlacementError, UnavailableError, WeightsVersionNotHeldError
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.cluster import AsyncExpertCluster, ExpertCluster, Policy
+from expertd_client.engines.torch_experts import RemoteExperts
+from expertd_client.requests.step_version import StepVersion
 
 X, IDS, W = batch(12)
 WANT, ROUTES = experts_of(X, IDS, W, range(E))
@@ -558,3 +561,85 @@ def test_calls_while_servers_roll_are_of_one_version_each_and_none_fails():
             thread.join()
         assert len(seen) > 1
         nothing_under_way(cluster)
+
+
+# ---- one version for a step of the model -----------------------------------------------------------------------------
+
+
+class Both(Versioned):
+    """Of two layers."""
+
+    def __init__(self, experts, **options):
+        super().__init__({0: experts, 1: experts}, **options)
+
+
+def layers_of(cluster, step):
+    return [RemoteExperts(cluster, n, weights_version=step).eval() for n in (0, 1)]
+
+
+def one_step(layers, began, between=lambda: None):
+    """The version of each layer's answer, read from its values, too."""
+    tensors, found = [torch.from_numpy(t) for t in (X, IDS, W)], []
+    for layer in layers:
+        y = layer.wait(layer.start(*tensors)) if began else layer(*tensors)
+        found.append(layer.weights_version_seen)
+        np.testing.assert_allclose(y, WANT * found[-1], rtol=1e-5, atol=1e-5)
+        between()
+    return found
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_servers_that_switch_between_two_layers_give_a_step_of_one_version(began):
+    servers = {"a": Both(range(4)), "b": Both(range(4, 8))}
+
+    def serve(*versions):
+        for server in servers.values():
+            server.versions = [*versions]
+        knows(cluster, versions[0], versions[0])
+
+    with cluster_of(servers) as cluster, torch.inference_mode():
+        found = one_step(layers_of(cluster, 0), began, lambda: serve(2, 1))
+        assert found == [1, 2], "the control: so it is without a StepVersion"
+        serve(1)
+        step = StepVersion()
+        layers = layers_of(cluster, step)
+        assert one_step(layers, began, lambda: serve(2, 1)) == [1, 1]
+        step.begin()
+        assert one_step(layers, began) == [2, 2]
+        assert step.least == 2
+
+
+def test_a_server_that_comes_back_with_old_weights_ends_steps_and_is_warned_of_once(caplog):
+    servers = {"a": Both(range(4), versions=(2, 1)), "b": Both(range(4, 8), versions=(2, 1))}
+    with cluster_of(servers, timeout_s=0.5) as cluster, torch.inference_mode():
+        knows(cluster, 2, 2)
+        step = StepVersion()
+        layers, free = layers_of(cluster, step), layers_of(cluster, 0)
+        assert one_step(layers, False) == [2, 2]
+        servers["b"].versions = [1]  # without --held; a holds version 1 still
+        knows(cluster, 2, 1)
+        assert one_step(free, False) == [1, 1], "the control: calls alone go back to it"
+        step.begin()
+        with pytest.raises(WeightsVersionNotHeldError, match=r"got 1, want 2.*b: 1") as raised:
+            one_step(layers, False)
+        assert "expertctl update" in raised.value.message
+        for server in servers.values():  # expertctl update b --version 2
+            server.versions = [2, 1]
+        knows(cluster, 2, 2)
+        step.begin()
+        assert one_step(layers, False) == [2, 2]
+    warned = [r.getMessage() for r in caplog.records if "computed by version 1 of the weights" in r.getMessage()]
+    assert len(warned) == 1
+    assert "after version 2" in warned[0]
+    assert "a: 2 and 1; b: 1" in warned[0]
+
+
+def test_a_usual_switch_is_not_warned_of(caplog):
+    servers = {"a": Both(range(4)), "b": Both(range(4, 8))}
+    with cluster_of(servers) as cluster:
+        knows(cluster, 1, 1)
+        for name, known in (("a", (2, 1)), ("b", (2, 2))):
+            servers[name].switch(2)
+            knows(cluster, *known)
+        check(cluster.forward(0, X, IDS, W), 2)
+    assert "computed by version" not in caplog.text

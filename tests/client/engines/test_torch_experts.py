@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from expertd.errors import (
     BadShapeError,
     UnavailableError,
     UnsupportedCombinationError,
+    WeightsVersionNotHeldError,
 )
 from expertd.v1 import expert_service_pb2 as pb
 from expertd_client.clients.forwarder import AsyncForwarder, Forwarder
 from expertd_client.engines.torch_experts import RemoteExperts
 from expertd_client.requests.result import ForwardResult
+from expertd_client.requests.step_version import StepVersion
 
 H, E = 16, 8
 SCALES = torch.linspace(0.5, 2.0, E, dtype=torch.float64)
@@ -395,3 +398,206 @@ def test_a_forwarder_expects_a_call_before_it_is_checked(far):
     experts(*x)
     experts.wait(experts.start(*x))
     assert far.log == ["expects number 1", "expects number 2", "sent", "fetched"]
+
+
+def test_threads_may_call_one_module_at_the_same_time(far):
+    experts, together = RemoteExperts(far, 0).eval(), threading.Barrier(4, timeout=20)
+
+    def one_thread(tokens):
+        x, ids, weights = batch(tokens)
+        for n in range(30):
+            together.wait()
+            ids[0] = -1 if n % 5 == 4 else 1
+            call = experts.start(x, ids, weights)
+            for got in (experts(x * 2, ids, weights), experts.wait(call) * 2):
+                torch.testing.assert_close(got.double(), expert_sum(x * 2, ids, weights))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one_thread, (3, 3, 4, 5)))
+
+
+# ---- one version of the weights for a step ---------------------------------------------------------------------------
+
+
+class Switching(Scaling):
+    """Serves the next version after each answer, or as `serves` is set; holds what `gone` has not."""
+
+    def __init__(self, switches=True):
+        super().__init__()
+        self.serves, self.switches, self.gone = 1, switches, set()
+
+    def forward_request(self, request, *, timeout_s=None):
+        if request.weights_version in self.gone:
+            self.seen.append((request, timeout_s))
+            raise WeightsVersionNotHeldError(f"got {request.weights_version}, want {self.serves}")
+        answer = super().forward_request(request, timeout_s=timeout_s)
+        self.serves += self.switches
+        return answer
+
+    def asked(self):
+        """The versions that were asked for since the last time."""
+        found = [request.weights_version for request, _ in self.seen]
+        self.seen.clear()
+        return found
+
+
+class Layers(torch.nn.Module):
+    """Three layers; began: whether the shared expert's place is taken by start() and wait()."""
+
+    def __init__(self, far, version, began):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([RemoteExperts(far, n, weights_version=version) for n in range(3)])
+        self.began = began
+
+    def forward(self, x, ids, weights):
+        for layer in self.layers:
+            x = x + (layer.wait(layer.start(x, ids, weights), x) if self.began else layer(x, ids, weights))
+        return x
+
+
+def one_call(layer, x, ids, weights, began):
+    return layer.wait(layer.start(x, ids, weights)) if began else layer(x, ids, weights)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("began", [False, True])
+def test_all_calls_of_a_step_are_of_the_version_that_its_first_answer_had(began, compiled):
+    far, step = Switching(), StepVersion()
+    model = Layers(far, step, began).eval()
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.inference_mode():
+        for first in (1, 4, 7):
+            step.begin()
+            run(*batch(4))
+            assert far.asked() == [0, first, first]
+            assert [layer.weights_version_seen for layer in model.layers] == [first] * 3
+            assert step.number == first
+
+
+def test_a_step_that_begins_inside_of_what_is_compiled_is_one_of_its_own_too():
+    far, step = Switching(), StepVersion()
+    model = Layers(far, step, began=False).eval()
+
+    @torch.compile(backend="aot_eager")
+    def run(x, ids, weights):
+        step.begin()
+        return model(x, ids, weights)
+
+    with torch.inference_mode():
+        for first in (1, 4):
+            run(*batch(4))
+            assert far.asked() == [0, first, first]
+            assert step.number == first, "it began after its calls"
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_without_a_begin_the_next_step_has_the_same_version(began):
+    far, step = Switching(), StepVersion()
+    layers = Layers(far, step, began).eval()
+    layers(*batch(4))
+    layers(*batch(4))
+    assert far.asked() == [0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_the_first_layer_with_a_route_chooses(began):
+    far, step = Switching(), StepVersion()
+    x, ids, weights = batch(4)
+    first, second, third = Layers(far, step, began).eval().layers
+    one_call(first, x, torch.full_like(ids, -1), weights, began)
+    one_call(second, x, ids, weights, began)
+    one_call(third, x, ids, weights, began)
+    assert far.asked() == [0, 1]
+
+
+def test_calls_that_are_under_way_together_become_one_version_whatever_was_overwritten_meanwhile():
+    far, step = Switching(), StepVersion()
+    layers = Layers(far, step, began=True).eval().layers
+    sent = batch(4)
+    tensors = [[t.clone() for t in sent] for _ in layers]
+    under_way = [layer.start(*mine) for layer, mine in zip(layers, tensors, strict=True)]
+    for x, ids, weights in tensors:
+        x.fill_(7), ids.fill_(0), weights.fill_(3)
+    for layer, call in zip(layers, under_way, strict=True):
+        torch.testing.assert_close(layer.wait(call).double(), expert_sum(*sent))
+        assert layer.weights_version_seen == 1
+    assert far.asked() == [0, 0, 0, 1, 1]
+
+
+def test_the_parts_of_a_call_that_is_cut_become_one_version_whatever_was_overwritten_meanwhile():
+    far = Switching()
+    experts, (x, ids, weights) = RemoteExperts(far, 0, max_tokens=2).eval(), batch(4)
+    want = expert_sum(x, ids, weights)
+    call = experts.start(x, ids, weights)
+    x.fill_(7), ids.fill_(0), weights.fill_(3)
+    torch.testing.assert_close(experts.wait(call).double(), want)
+    assert far.asked() == [0, 0, 2]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_call_that_is_cut_chooses_the_newest_of_its_parts(began):
+    far, step = Switching(), StepVersion()
+    first, second = (RemoteExperts(far, n, max_tokens=2, weights_version=step).eval() for n in range(2))
+    sent = batch(5)
+    torch.testing.assert_close(one_call(first, *sent, began).double(), expert_sum(*sent))
+    one_call(second, *sent, began)
+    assert far.asked() == [0, 0, 0, 3, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_step_of_older_weights_than_the_one_before_is_asked_for_once_more_and_refused(began):
+    far, step = Switching(switches=False), StepVersion()
+    layer, far.serves = RemoteExperts(far, 5, weights_version=step).eval(), 2
+    one_call(layer, *batch(4), began)
+    far.serves = 1
+    step.begin()
+    one_call(layer, *batch(4), began)  # another server held it still
+    assert (far.asked(), layer.weights_version_seen) == ([0, 0, 2], 2)
+    far.gone = {2}
+    step.begin()
+    with pytest.raises(WeightsVersionNotHeldError, match=r"layer 5: .*got 1, want 2.*set StepVersion\.least to 0"):
+        one_call(layer, *batch(4), began)
+    step.least = 0
+    step.begin()
+    one_call(layer, *batch(4), began)
+    assert layer.weights_version_seen == 1
+
+
+def test_a_version_that_is_gone_in_the_middle_of_a_step_is_an_error_and_the_next_step_begins_anew():
+    far, step = Switching(switches=False), StepVersion()
+    first, second, _ = Layers(far, step, began=False).eval().layers
+    first(*batch(4))
+    far.serves, far.gone = 2, {1}
+    with pytest.raises(WeightsVersionNotHeldError, match="got 1, want 2"):
+        second(*batch(4))
+    step.begin()
+    first(*batch(4)), second(*batch(4))
+    assert (first.weights_version_seen, second.weights_version_seen) == (2, 2)
+
+
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("last", ["padding", "nothing", "refused"])
+def test_the_version_of_a_call_that_has_no_answer_is_none(far, last, began):
+    far.serves = 7
+    experts, (x, ids, weights) = RemoteExperts(far, 0).eval(), batch(3)
+    one_call(experts, x, ids, weights, began)
+    assert experts.weights_version_seen == 7
+    if last == "refused":
+        far.error = UnavailableError("gone")
+        with pytest.raises(UnavailableError):
+            one_call(experts, x, ids, weights, began)
+    elif last == "padding":
+        one_call(experts, x[:1], torch.full_like(ids[:1], -1), weights[:1], began)
+    else:
+        one_call(experts, x[:0], ids[:0], weights[:0], began)
+    assert experts.weights_version_seen == 0
+
+
+@pytest.mark.parametrize("version", [7, StepVersion()])
+def test_a_call_with_a_version_does_not_go_from_gpu_to_gpu_and_a_capture_says_so(far, monkeypatch, version):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    far.device_transport = lambda device: pytest.fail("where the version is not told")
+    experts = RemoteExperts(far, 0, weights_version=version)
+    assert experts._device_transport(0) is None
+    with pytest.raises(UnsupportedCombinationError, match=r"CUDA graph.*weights_version=.*not go from GPU to GPU"):
+        experts._refuse_capture(None)
