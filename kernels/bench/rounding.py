@@ -46,7 +46,8 @@ def main() -> int:
     print(f"bf16 {list(w.shape)}, one thread, registers as for {level_in_use()}; millions of weights a CPU second")
     print(f"{'scheme':14} {'torch':>7} {'kernel':>7} {'ratio':>6}")
     for name in SCHEMES:
-        scheme, seconds = Scheme.parse(name), {True: [], False: []}  # type: tuple[Scheme, dict[bool, list[float]]]
+        scheme = Scheme.parse(name)
+        seconds: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(args.turns):
             found = {}
             for native in (False, True):
