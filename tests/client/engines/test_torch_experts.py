@@ -598,6 +598,6 @@ def test_a_call_with_a_version_does_not_go_from_gpu_to_gpu_and_a_capture_says_so
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     far.device_transport = lambda device: pytest.fail("where the version is not told")
     experts = RemoteExperts(far, 0, weights_version=version)
-    assert experts._device_transport(0) is None
+    x, ids, weights = torch.ones(2, H), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     with pytest.raises(UnsupportedCombinationError, match=r"CUDA graph.*weights_version=.*not go from GPU to GPU"):
-        experts._refuse_capture(None)
+        experts._between_gpus(0, (x, ids, weights), lambda transport: pytest.fail("where the version is not told"))
