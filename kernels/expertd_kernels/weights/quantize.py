@@ -38,6 +38,8 @@ E2M1_MAX, E4M3_MAX = 6.0, 448.0
 _CPU_ELEMENTS, _DEVICE_ELEMENTS = 1 << 18, 1 << 24
 """Weights rounded at a time.  On a CPU 1 MiB of f32, so that the passes over a chunk stay in the cache; on an
 accelerator enough work for a launch, and some 0.5 GiB of f32 beside the weights."""
+_CALL_ELEMENTS = 1 << 21
+"""Weights of a call of the CPU kernel, some 5 ms of two cores: who computes with the same threads waits for its end."""
 
 FUSED_COLUMNS = (32, 64, 128, 256)
 """Of blocks that a kernel of quantize_code.py rounds in one pass."""
@@ -148,7 +150,7 @@ def _native(w: Tensor, scheme: Scheme, g: Tensor, out: _Rounded) -> bool:
         tries = {"mxfp4": (), "nvfp4": _NVFP4_DIVISORS, "e4m3": _E4M3_FACTORS}[kind]
     else:
         return False
-    step = len(w) if w.dtype is not torch.float16 else max(1, _at_once(w) // (w.shape[1] * w.shape[2]))
+    step = max(1, _CALL_ELEMENTS // (w.shape[1] * w.shape[2]))
     for p in range(0, len(w), step):
         some = slice(p, p + step)
         part = (w[some].float() if w.dtype is torch.float16 else w[some]).contiguous()

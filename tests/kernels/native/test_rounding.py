@@ -66,6 +66,25 @@ def test_bits_are_those_of_torch(scheme: Scheme, dtype: str, level: str, monkeyp
     assert native.codes.view(torch.uint8).any()
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_a_call_takes_a_few_weights_at_a_time(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests may wait for the same threads."""
+    q, scheme, sizes = matrix(dtype, 5, 32, 256), Scheme.parse("int4_g128"), list[int]()
+    want = quantize_matrix(q, scheme)
+    real = rounding.round_rows
+
+    def noted(kind: rounding.Kind, weights: torch.Tensor, *rest: object) -> None:
+        sizes.append(weights.numel())
+        real(kind, weights, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quantize_module, "round_rows", noted)
+    monkeypatch.setattr(quantize_module, "_CALL_ELEMENTS", 3 * 16 * 256)
+    got = quantize_matrix(q, scheme)
+    assert sizes == [3 * 16 * 256] * 3 + [16 * 256]
+    for (field, a), (_, b) in zip(got.tensors(), want.tensors(), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), field
+
+
 def test_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounding.rounds(256, 128)
     assert not rounding.rounds(288, 128), "a block that is cut"
