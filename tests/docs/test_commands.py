@@ -37,6 +37,7 @@ NOT_HERE = (
     Rule(r"git clone", "needs the repository's address"),
     Rule(r"\. \S*activate", "changes the shell of whoever types it; the commands below it are found without it"),
     Rule(r"docker |kind ", "needs Docker; tests/deploy/test_images.py runs the steps of an image"),
+    Rule(r"expertctl plan .*--window", "needs calls of others while it counts"),
     Rule(r"helm |kubectl ", "needs a cluster; tests/deploy/test_chart.py renders the chart"),
     Rule(r"systemctl |journalctl |install -D|install -m", "needs systemd and root; tests/deploy checks the unit"),
     Rule(r"promtool ", "tests/deploy/test_alerts.py runs it where it is installed"),
@@ -92,7 +93,6 @@ NOT_HERE_PYTHON = (
 )
 LONG = (
     Rule(r"expertd serve +--synthetic qwen3-30b-a3b", "packs layers of a real size"),
-    Rule(r"expertctl plan .*--window", "counts for a minute"),
     Rule(r"ghz ", "takes as long as it is told to"),
 )
 """In `make soak`, as are all that are not of FIRST.  What does not run in `make test` is held against its parser."""
