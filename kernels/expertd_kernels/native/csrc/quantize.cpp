@@ -13,8 +13,6 @@ extern "C" int32_t expertd_cpu_round(expertd_context* context, const expertd_rou
     return EXPERTD_BAD_ARGUMENT;
   if (a.kind < EXPERTD_ROUND_INT4 || a.kind > EXPERTD_ROUND_E4M3 || (a.source != EXPERTD_BF16 && a.source != EXPERTD_F32))
     return EXPERTD_BAD_ARGUMENT;
-  const Rounding job{a.kind,  a.scale_type, a.source,       a.columns, a.block,  a.tries, a.count,
-                     a.weights, a.second,   a.rows_of_part, a.codes,   a.scales, a.zeros};
 #if defined(__x86_64__) && !defined(EXPERTD_ONLY_PORTABLE)
   const RoundRows rows = processor().avx2 && context->level != &kPortable ? kRoundRowsAvx2 : round_rows;
 #else
@@ -29,7 +27,7 @@ extern "C" int32_t expertd_cpu_round(expertd_context* context, const expertd_rou
     return EXPERTD_NO_MEMORY;
   }
   context->pool.run_even(int(units), [&](int unit, int thread) {
-    rows(job, unit * some, std::min(a.rows, (unit + 1) * some), context->scratch[thread].row.get<float>(4 * size_t(a.block)));
+    rows(a, unit * some, std::min(a.rows, (unit + 1) * some), context->scratch[thread].row.get<float>(4 * size_t(a.block)));
   });
   return EXPERTD_OK;
 }

@@ -12,18 +12,8 @@
 
 namespace expertd {
 
-struct Rounding {
-  int kind;               // EXPERTD_ROUND_*
-  int scale_type, source; // EXPERTD_SCALE_*; EXPERTD_BF16 or EXPERTD_F32
-  int64_t columns;        // of a row
-  int64_t block;          // columns that share a scale: a multiple of 8 that divides `columns`
-  const float* tries;     // divisors, shrinks or factors
-  int count;
-  const uint8_t* weights;  // [rows, columns]
-  const float* second;     // [parts] second-level scales
-  int64_t rows_of_part;
-  uint8_t *codes, *scales, *zeros;
-};
+// What is to be rounded, checked already.
+using Rounding = expertd_rounding;
 
 // scratch: 4 * block floats, 32-byte aligned.
 using RoundRows = void (*)(const Rounding&, int64_t first, int64_t end, float* scratch);
