@@ -402,6 +402,18 @@ def test_in_an_event_loop_too():
     asyncio.run(run())
 
 
+@contextlib.contextmanager
+def meanwhile(work, stop):
+    """work() runs on a thread of its own, until `stop` is set after the body."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
     servers = {"a": Versioned(LOW), "b": Versioned(HIGH), "c": Versioned(LOW), "d": Versioned(HIGH)}
     seen, stop = set(), threading.Event()
@@ -418,9 +430,7 @@ def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
                 stop.wait(0.01)
 
     with cluster_of(servers, policy=Policy(hedge=0.5)) as cluster:
-        thread = threading.Thread(target=switches)
-        thread.start()
-        try:
+        with meanwhile(switches, stop):
             end_s = time.monotonic() + 20
             for _ in range(200):
                 if len(seen) > 1 and time.monotonic() > end_s:
@@ -428,9 +438,6 @@ def test_calls_while_servers_switch_again_and_again_are_of_one_version_each():
                 answer = cluster.forward(0, X, IDS, W)  # also where they switch faster than a call takes
                 check(answer, answer.weights_version)
                 seen.add(answer.weights_version)
-        finally:
-            stop.set()
-            thread.join()
         assert len(seen) > 1
         nothing_under_way(cluster)
 
@@ -550,16 +557,11 @@ def test_calls_while_servers_roll_are_of_one_version_each_and_none_fails():
                     server.of[layer] = version
 
     with cluster_of(servers, timeout_s=40.0) as cluster:
-        thread = threading.Thread(target=rolls)
-        thread.start()
-        try:
+        with meanwhile(rolls, stop):
             for n in range(100):
                 answer = cluster.forward(n % 3, X, IDS, W)
                 check(answer, answer.weights_version)
                 seen.add(answer.weights_version)
-        finally:
-            stop.set()
-            thread.join()
         assert len(seen) > 1
         nothing_under_way(cluster)
 

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import threading
 import weakref
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -32,17 +31,6 @@ from expertd_server.updates.rolling import Rollout
 pytestmark = pytest.mark.timeout(120)
 
 ALLOWED, REQUIRED = pb.ROLLING_UPDATE_ALLOWED, pb.ROLLING_UPDATE_REQUIRED
-
-
-@pytest.fixture
-def serve():
-    with ExitStack() as stack:
-        yield lambda config: Server(stack, config)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return trained.saved(tmp_path / "step-1", trained.step(1))
 
 
 @pytest.fixture

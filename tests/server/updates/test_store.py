@@ -28,17 +28,6 @@ pytestmark = pytest.mark.timeout(180)
 REFUSED = (ChangeRefusedError, ChangeUnknownError)
 
 
-@pytest.fixture
-def serve():
-    with ExitStack() as stack:
-        yield lambda config: Server(stack, config)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return trained.saved(tmp_path / "step-1", trained.step(1))
-
-
 def config(folder: Path, **more):
     return trained.config(folder, held=folder.parent / "held.json", **more)
 

@@ -9,14 +9,13 @@ import random
 import threading
 import time
 import weakref
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import trained
 from trained import E, H
-from updating import IDS, Server, W, X
+from updating import IDS, W, X
 
 from expertd.errors import (
     ChangePendingError,
@@ -35,17 +34,6 @@ from expertd_server.residence import residence
 from expertd_server.transports.grpc import weights
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def serve():
-    with ExitStack() as stack:
-        yield lambda config: Server(stack, config)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return trained.saved(tmp_path / "step-1", trained.step(1))
 
 
 def booted(serve, folder: Path, **more) -> list[bytes]:
